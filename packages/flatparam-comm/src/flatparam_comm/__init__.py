@@ -74,6 +74,7 @@ from flatparam_comm.vocabulary import (
     handle_of,
     memory_view,
     owner_of,
+    warn_caller,
 )
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ __all__ = [
     "LayoutRule",
     "Threshold",
     "all_thresholds",
+    "warn_caller",
     "COMPLETED",
     "FLAT_PARAM",
     "REDUCIBLE",

@@ -30,6 +30,7 @@ from flatparam_core import (
     handle_of,
     memory_view,
     owner_of,
+    warn_caller,
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Threshold",
     "Transitions",
     "all_thresholds",
+    "warn_caller",
     "clean_fqn",
     "discover",
     "each_module",

@@ -53,6 +53,7 @@ from flatparam_core.storage import (
 )
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
+from flatparam_core.warned import warn_caller
 
 __version__ = "0.1.0"
 
@@ -109,4 +110,5 @@ __all__ = [
     "plan_layouts",
     "replan",
     "shard_metadata",
+    "warn_caller",
 ]

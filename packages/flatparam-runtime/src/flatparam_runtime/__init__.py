@@ -89,6 +89,7 @@ from flatparam_runtime.vocabulary import (
     process_group_of,
     resolve_topology,
     telling,
+    warn_caller,
 )
 
 __version__ = "0.1.0"
@@ -98,6 +99,7 @@ __all__ = [
     "OptimizerKind",
     "Threshold",
     "all_thresholds",
+    "warn_caller",
     "BackwardOrder",
     "BufferDtype",
     "Casting",

@@ -30,6 +30,7 @@ from flatparam_comm import (
     process_group_of,
     resolve_topology,
     telling,
+    warn_caller,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Threshold",
     "Topology",
     "all_thresholds",
+    "warn_caller",
     "broadcast_tensors",
     "clean_fqn",
     "gradient_divisors",

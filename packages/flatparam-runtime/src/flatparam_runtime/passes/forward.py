@@ -247,21 +247,21 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     # A recomputation stops early with an exception of torch's own.
     if failed and not call.is_recomputation and not in_backward():
         tell_failure(sys.exc_info()[1], f"forward pass of unit {unit.name!r}")
-    recorded = torch.is_grad_enabled() and not call.is_recomputation and not failed
+    call.failed, call.recorded = failed, torch.is_grad_enabled() and not call.is_recomputation and not failed
     if call.restored is not None and not failed:
         output = _cast(output, call.restored)
-    watched = recorded and _watch_outputs(unit, call, output)
-    if recorded and not watched:
+    call.watched = call.recorded and _watch_outputs(unit, call, output)
+    if call.recorded and not call.watched:
         _hook_every_leaf(unit)
     edited = None
-    for handle in unit.handles if recorded else ():
+    for handle in unit.handles if call.recorded else ():
         if handle.forms.current.is_edited:
             edited = _edited(unit)
     tree = tree_of(unit)
     if dispatch_modes():
-        apart_from_checkpoints(_leave, tree, unit, call, failed, recorded, watched)
+        apart_from_checkpoints(_leave, tree, unit, call)
     else:
-        _leave(tree, unit, call, failed, recorded, watched)
+        _leave(tree, unit, call)
     if edited is not None:
         tell_failure(edited, f"forward pass of unit {unit.name!r}")
         raise edited
@@ -294,16 +294,8 @@ def _edited(unit: Unit) -> FlatParamError | None:
     )
 
 
-def _leave(
-    tree: UnitTree, unit: Unit, call: ForwardCall, failed: bool, recorded: bool, watched: bool
-) -> None:
-    """Free the unit's full parameters if its plan says so.
-
-    Args:
-        failed: the call raised.
-        recorded: autograd was recording.
-        watched: every output whose gradient may announce the unit's backward was found.
-    """
+def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
+    """Free the unit's full parameters if its plan says so; `call` is over."""
     # Between calls a module's own `zero_grad()` has to find the flat parameters.
     inside_backward = in_backward()
     if call.is_top or inside_backward:
@@ -311,7 +303,7 @@ def _leave(
             each.list_flat_parameters(not each.calls)
     if call.is_recomputation:
         return
-    if failed and call.is_top:
+    if call.failed and call.is_top:
         tree.recover()
         return
     if not unit.held.calls:
@@ -321,16 +313,15 @@ def _leave(
         is_computed = is_inference and not tree.graphs
         for lender in unit.links.lenders:
             # Nothing would gather it again for the backward pass of outputs that hide their tensors.
-            goes = is_inference or (lender.plan.free_after_forward and (watched or not recorded))
+            goes = lender.plan.free_after_forward and (call.watched or not call.recorded)
+            goes = goes or is_inference
             # Whoever called computes with what was returned.
             goes = goes and lender not in call.returned
             if goes and not lender.is_needed and lender.phase is Phase.IDLE:
                 lender.reshard(is_computed=is_computed)
         # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
-        keeps = inside_backward or (
-            not failed and _keeps_full_parameters(around, unit, call, recorded, watched)
-        )
-        if not keeps and not (recorded and _is_first_of_backward(tree, unit)):
+        keeps = inside_backward or (not call.failed and _keeps_full_parameters(around, unit, call))
+        if not keeps and not (call.recorded and _is_first_of_backward(tree, unit)):
             unit.reshard(is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
@@ -338,23 +329,21 @@ def _leave(
         tree.forward.ended.append(unit)
     if call.is_top:
         _drop_unused_prefetches(tree)
-        if recorded:
+        if call.recorded:
             tree.graphs.add(call)
         tree.end_forward()
 
 
-def _keeps_full_parameters(
-    around: ForwardPass | None, unit: Unit, call: ForwardCall, recorded: bool, watched: bool
-) -> bool:
+def _keeps_full_parameters(around: ForwardPass | None, unit: Unit, call: ForwardCall) -> bool:
     # Whoever called computes with what was returned.
     if unit.is_needed or unit in call.returned:
         return True
-    if not recorded:
+    if not call.recorded:
         # If no recorded pass is around the call, no backward follows, and the next pass may come after an optimizer's
         # step. In a recorded pass the call is a reentrant checkpoint, whose recomputation needs the parameters again.
         return around is not None and around.recorded and not call.is_top and not unit.plan.free_after_forward
     # The outputs hide their tensors: no hook would gather the parameters again for their backward.
-    if not watched and (unit.trainable or call.inputs):
+    if not call.watched and (unit.trainable or call.inputs):
         return True
     return (call.is_top and unit.plan.keeps_outermost) or not unit.plan.free_after_forward
 
@@ -367,7 +356,8 @@ def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
     if not unit.plan.keeps_last or tree.forward is None:
         return False
     # Only the number of units counts: ranks that diverge must still issue the same collectives, so that all detect it.
-    return len(tree.forward.ended) == tree.calls_before - 2
+    still_open = 2  # this call, and the outermost one around it
+    return len(tree.forward.ended) == tree.calls_before - still_open
 
 
 def _drop_unused_prefetches(tree: UnitTree) -> None:

@@ -37,6 +37,9 @@ class ForwardCall:
         returned: units of which the call has returned a parameter, or a part of its memory.
         lent: the units of which the call has read a parameter past their own calls, each with those who had its full
             parameters when they were lent.
+        failed: the call raised.
+        recorded: autograd was recording, when the call was over.
+        watched: every output was found whose gradient may announce the unit's backward pass.
     """
 
     outer_error: BaseException | None
@@ -50,6 +53,9 @@ class ForwardCall:
     thread: int = attrs.field(factory=threading.get_ident)
     lent: dict[Any, list[int]] = attrs.field(factory=dict)
     returned: set[Any] = attrs.field(factory=set)
+    failed: bool = False
+    recorded: bool = False
+    watched: bool = False
 
     @property
     def runs_elsewhere(self) -> bool:

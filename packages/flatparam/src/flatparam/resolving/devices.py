@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from flatparam.resolving.ignored import Ignored
 from flatparam_core import each_module
+from flatparam_runtime import warn_caller
 
 __all__ = ["resolve_device"]
 
@@ -70,7 +70,5 @@ def _device(device_id: Any) -> torch.device:
         )
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-        warnings.warn(
-            f"device_id={device_id!r} has no index: using the current device, {device}", stacklevel=6
-        )
+        warn_caller(f"device_id={device_id!r} has no index: using the current device, {device}")
     return device

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Final, final
 
 import attrs
 from typing_extensions import Self
+
+from flatparam_runtime import warn_caller
 
 __all__ = ["TRACE_FOLDER", "Environment"]
 
@@ -54,5 +55,5 @@ def _is_on(name: str) -> bool:
     on = os.environ.get(name) == "1"
     if on and name in _EFFECTS and name not in _told:
         _told.add(name)
-        warnings.warn(f"{name}=1: {_EFFECTS[name]}", stacklevel=5)
+        warn_caller(f"{name}=1: {_EFFECTS[name]}")
     return on

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from typing import Any
 
 import attrs
@@ -19,6 +18,7 @@ from flatparam_comm import (
     Topology,
     resolve_topology,
 )
+from flatparam_runtime import warn_caller
 
 __all__ = ["HYBRID", "resolve_groups"]
 
@@ -50,9 +50,8 @@ def resolve_groups(
     else:
         topology = _single_group(strategy, where)
     if topology.data_parallel_size == 1 and strategy is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
+        warn_caller(
             f"the world has one rank, so there is nothing to shard: using NO_SHARD for {strategy}",
-            stacklevel=5,
         )
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:

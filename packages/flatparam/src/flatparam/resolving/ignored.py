@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -10,7 +9,7 @@ import attrs
 from torch import nn
 
 from flatparam_core import FSDP_WRAPPED_MODULE, each_module
-from flatparam_runtime import unit_of
+from flatparam_runtime import unit_of, warn_caller
 
 __all__ = ["Ignored", "resolve_ignored"]
 
@@ -52,7 +51,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
                 f"{name} should not include wrapped modules, and this {type(item).__name__} is one"
             )
         if item is module:
-            warnings.warn(f"{name} holds the module that is wrapped: none of it is sharded", stacklevel=5)
+            warn_caller(f"{name} holds the module that is wrapped: none of it is sharded")
     return _ignored(items, ())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 import weakref
 from collections.abc import MutableMapping
 from typing import Any, final
@@ -21,6 +20,7 @@ from flatparam_core import (
     clean_fqn,
     owner_of,
 )
+from flatparam_runtime import warn_caller
 
 __all__ = ["ResolvedRules", "resolve_rules"]
 
@@ -71,8 +71,7 @@ def resolve_rules(module: nn.Module, layout: Any, *, is_whole_model: bool = Fals
     for pattern in policy.patterns if is_whole_model else ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             shown = f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}" or "none"
-            warnings.warn(
+            warn_caller(
                 f"layout: {pattern!r} fits no parameter, so its rule does nothing; the names are {shown}",
-                stacklevel=5,
             )
     return ResolvedRules(found, policy.shares)

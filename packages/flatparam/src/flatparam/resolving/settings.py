@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -22,7 +21,7 @@ from flatparam.resolving.ignored import Ignored, resolve_ignored
 from flatparam.resolving.rules import ResolvedRules, resolve_rules
 from flatparam_comm import Topology
 from flatparam_core import Precision
-from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
+from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, warn_caller
 
 __all__ = ["Inherited", "Resolved", "backward_prefetch_of", "resolve", "resolve_prefetch"]
 
@@ -132,7 +131,7 @@ def _warn_of_calls(module: nn.Module) -> None:
         )
     else:
         return
-    warnings.warn(text, stacklevel=5)
+    warn_caller(text)
 
 
 def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None = None) -> Resolved:
@@ -206,10 +205,9 @@ def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: T
     """Say once for a tree of wrappers that `NO_SHARD` is deprecated; one rank shards nothing in any case."""
     is_passed_on = isinstance(arguments.process_group, Topology)
     if asked is ShardingStrategy.NO_SHARD and not is_passed_on and topology.data_parallel_size > 1:
-        warnings.warn(
+        warn_caller(
             "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
             FutureWarning,
-            stacklevel=5,
         )
 
 

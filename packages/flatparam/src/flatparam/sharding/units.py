@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Final
 
@@ -17,7 +16,14 @@ from flatparam.sharding import compiling, deferred_init, extensions, placement, 
 from flatparam.spread import route_torchs_functions
 from flatparam.wrapper.refusing import refuse_parts_in_states
 from flatparam_core import FlatParamError, FlatParameter, owner_of
-from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of
+from flatparam_runtime import (
+    Unit,
+    notice_failed_passes,
+    notice_optimizers,
+    shard_module,
+    unit_of,
+    warn_caller,
+)
 
 __all__ = ["shard_resolved", "shard_tree"]
 
@@ -106,12 +112,11 @@ def _warn_of_padding(unit: Unit) -> None:
         layout, numel = handle.layout, sum(slot.spec.numel for slot in handle.layout.slots)
         if not layout.is_plain and layout.numel > _MUCH * numel:
             times = layout.numel / max(numel, 1)
-            warnings.warn(
+            warn_caller(
                 f"unit {unit.name!r}: with the rules of its layout, the flat parameter of {layout.fqns[0]!r}, ... "
                 f"takes {times:.1f} times the memory of its parameters on {layout.world_size} ranks; "
                 "make units of more parameters, shard over fewer ranks (HYBRID_SHARD), or keep less together: "
                 "docs/layouts.md says what rules cost",
-                stacklevel=6,
             )
 
 
@@ -145,8 +150,7 @@ def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
         if mine != other
     ]
     if differing:
-        warnings.warn(
+        warn_caller(
             f"unit {unit.name!r} was wrapped before, and its parameters stay as they were sharded then: "
             f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them",
-            stacklevel=6,
         )

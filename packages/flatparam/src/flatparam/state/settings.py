@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -25,7 +24,7 @@ from flatparam.api import (
 from flatparam.compat import as_config, as_enum
 from flatparam.sharding.extensions import chunker
 from flatparam.wrapper.interior import wrappers_in
-from flatparam_runtime import Unit
+from flatparam_runtime import Unit, warn_caller
 from flatparam_state import OWN_CHUNKER, FormKind, StateForm
 
 __all__ = ["check_form", "default_settings", "form_of", "set_settings", "settings_of", "settings_shown"]
@@ -169,9 +168,8 @@ def check_form(unit: Unit, kind: StateDictType) -> None:
     if kind is StateDictType.FULL_STATE_DICT:
         return
     if unit.topology.shard.size == 1:
-        warnings.warn(
+        warn_caller(
             f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
-            stacklevel=7,
         )
     elif kind is StateDictType.LOCAL_STATE_DICT and unit.topology.mesh is not None:
         raise RuntimeError(

@@ -11,6 +11,7 @@ from typing import final
 
 import attrs
 
+from flatparam_core import warn_caller
 from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.checkpoint.manifest import MANIFEST, rank_file, write_sealed
@@ -113,10 +114,9 @@ class Committer:
             )
         aside = self.directory.set_aside(step)
         self._numbers.pop(step, None)
-        warnings.warn(
+        warn_caller(
             f"the checkpoint of step {step} in {self.directory.root} is damaged, and is saved again; its files "
             f"are now in {aside.name}, which can be deleted: {problem}",
-            stacklevel=8,
         )
 
     def _recover(self) -> None:

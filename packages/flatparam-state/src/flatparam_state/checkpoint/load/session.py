@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Final
 
 from flatparam_files import CheckpointError, CheckpointReader
 from flatparam_files.checkpoint import MANIFEST, CheckpointDirectory, deletion_of, read_manifest, what_it_says
-from flatparam_runtime import ExchangesValues
+from flatparam_runtime import ExchangesValues, warn_caller
 from flatparam_state.checkpoint.agreement import agree, attempt, raise_first
 from flatparam_state.checkpoint.load.loaded import Loaded
 from flatparam_state.checkpoint.load.prepared import Prepared, prepare
@@ -92,7 +91,7 @@ def _agree_on_place(
     def choose() -> tuple[Path, str] | None:
         chosen = directory.choose(step) if ranks.rank == 0 else None
         if chosen is not None and chosen.warning:
-            warnings.warn(chosen.warning, stacklevel=7)
+            warn_caller(chosen.warning)
         return None if chosen is None else (chosen.path, chosen.manifest.save_id)
 
     attempted = attempt(choose, ranks.rank)

@@ -1,0 +1,36 @@
+"""A warning points at the program's own line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+from torch import nn
+
+from flatparam_core import warn_caller
+
+
+def inside(package: str | None, source: str) -> Any:
+    """The function `deed` of a module of `package`; None stands for code that a library generates."""
+    module: dict[str, Any] = {"warn_caller": warn_caller} | ({} if package is None else {"__name__": package})
+    exec(source, module)
+    return module["deed"]
+
+
+@pytest.mark.parametrize("packages", [["flatparam.a"], ["flatparam_core.a", None, "flatparam.b"]])
+def test_what_lies_between_does_not_count(packages: list[str | None]) -> None:
+    """However many functions of these packages call each other, and torch in between, the caller's line is named."""
+    deed = inside(packages[0], "def deed(*args): warn_caller('said', FutureWarning)")
+    for package in packages[1:]:
+        outer = inside(package, "def deed(*args): call(*args)")
+        outer.__globals__["call"] = deed
+        deed = outer
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        nn.Linear(1, 1).apply(deed)
+    (found,) = caught
+    assert (found.filename, found.lineno) == (__file__, line)
+    assert (str(found.message), found.category) == ("said", FutureWarning)
