@@ -28,6 +28,7 @@ from flatparam_runtime import DivergenceError, PrefetchPlan, units_in
 from flatparam_runtime.passes.forward import PREFETCH_NBYTES
 
 from .models import Branches, Stack, batch
+from .test_checkpointing import Model as Checkpointed
 from .test_prefetch import BLOCKS as TRACK_BLOCKS
 from .test_prefetch import place, track
 from .wires import Wire
@@ -117,6 +118,29 @@ def test_a_gradient_is_a_mean_whenever_somebody_looks(
         check_same(twice, same_twice)
         assert len(seen) == len(same_seen)
         assert all(map(torch.equal, seen, same_seen))
+
+
+def test_what_waits_to_be_divided_is_added_to(pretend: Pretend, use_orig_params: bool) -> None:
+    """A unit that one backward pass reduces twice, by reentrant checkpoints, adds one mean to the other."""
+    pretend(runs_ahead=True)
+
+    def twice(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).sum() + module(batch(rank + 7)).sum()
+        return out
+
+    def step(collectives: Collectives) -> Grads:
+        units = [f"parts.{number}.inner" for number in range(3)]
+        module = sharded(
+            lambda: Checkpointed(True), collectives, units=units, use_orig_params=use_orig_params
+        )
+        twice(module, collectives.rank).backward()
+        return full_gradients(module)
+
+    # By three nothing is divided as it is copied.
+    expected = mean_gradients(seeded(lambda: Checkpointed(True)), twice, 3)
+    for found in run(3, step):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.parametrize(("small", "depth", "expected"), [(True, None, 3), (False, None, 1), (False, 2, 2)])

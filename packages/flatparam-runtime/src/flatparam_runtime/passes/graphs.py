@@ -15,6 +15,8 @@ from flatparam_runtime.unit import InnerCall, Unit
 
 __all__ = ["check_no_graphs"]
 
+_CALLS: Final = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+"""The code of torch's functions that call a module, which is their `self`."""
 _SETTINGS: Final = "get_compiler_config"
 """The attribute of what `torch.compile` made: a function that returns Inductor's settings, if Inductor compiles it."""
 
@@ -63,11 +65,10 @@ def _has_graphs(module: nn.Module) -> bool:
 def _calling() -> list[tuple[str, nn.Module]]:
     """The modules whose calls are under way in this thread."""
     found: list[tuple[str, nn.Module]] = []
-    # Not this frame: what a look at its locals leaves would hold it, and with it the locals of all that called it.
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module):
-            found.append(("", caller))
+        # No other frames: a look at the locals of one leaves it a copy, which holds them for as long as it runs.
+        if frame.f_code in _CALLS:
+            found.append(("", frame.f_locals["self"]))
         frame = frame.f_back
     return found

@@ -139,8 +139,9 @@ class Reductions:
     def _give(self, reduced: Reduced, arrived: bytes) -> None:
         handle, gradient, divisor = reduced.handle, reduced.gradient, reduced.divisor
         if divisor != 1.0:
-            # What somebody adds it to, or uses at once, needs its value now.
+            # What somebody adds it to, or uses at once, needs its value now; that may wait to be divided, too.
             if acts_in_backward(handle) or any(p.grad is not None for p in handle.exposure.parameters()):
+                self._divide()
                 gradient.div_(divisor)
             else:
                 self._undivided.setdefault(divisor, []).append(gradient)
