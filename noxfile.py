@@ -166,7 +166,7 @@ def layouts(session: nox.Session) -> None:
 def matrix_optimizers(session: nox.Session) -> None:
     """Optimizers of whole matrices in every setting, to the bit, and beside others (docs/guides/optimizers.md)."""
     install_all_layers(session)
-    tests = ("packages/flatparam-runtime/tests/optimizers", "packages/flatparam/tests/optimizers")
+    tests = ("packages/flatparam-optim/tests", "integration_tests/matrices")
     pytest(session, "-m", "long", *tests, *session.posargs)
     python(session, "tools/loss_curves.py")
     beside = fill_beside_deepspeed(session)
@@ -262,8 +262,10 @@ TWINS = (
     "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
+    "packages/flatparam-optim/tests",
     "packages/flatparam-plan/tests",
     "integration_tests/lifted",
+    "integration_tests/matrices",
 )
 
 

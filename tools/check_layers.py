@@ -31,13 +31,11 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam": (
         "api",
         "command",
-        "optim",
         "addons",
         "fully_sharded_data_parallel",
         "observing.picture",
         "observing.table",
         "observing.whole_program",
-        "optim.whole_optimizer",
         "policies.policy",
         "resolving",
     ),
@@ -54,6 +52,8 @@ FACADES: Final = "flatparam.private"
 # What passes names of the layer beneath on, and the module of each that does.
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
 VOCABULARY: Final = "vocabulary"
+# The layers that promise names of add-ons, which they import under `if TYPE_CHECKING:` alone.
+PROMISED: Final = {"flatparam": tuple(ADDONS), "flatparam-runtime": ("flatparam-optim",)}
 # Passed on without a signature that leads to it.
 ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
@@ -253,7 +253,7 @@ def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """A layer imports only the layer directly beneath it (the wrapper: all four), and only its public names.
 
     An add-on imports layers, by their public names and those of the wrapper's modules that are open to add-ons; and no
-    other add-on. No layer imports an add-on, but under `if TYPE_CHECKING:`.
+    other add-on. No layer imports an add-on, but under `if TYPE_CHECKING:` one of which it promises names.
     """
     by_module = {package.module: package for package in packages.values()}
     for package in packages.values():
@@ -264,7 +264,7 @@ def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
                 other = by_module.get(top)
                 if use.level or other is None or other is package:
                     continue
-                if use.typing and other.name in ADDONS and package.name == "flatparam":
+                if use.typing and other.name in PROMISED.get(package.name, ()):
                     yield from _check_public(source, use, other)
                 elif other.name not in allowed:
                     may = f"may import {', '.join(allowed)}" if allowed else "may import no other layer"
@@ -336,7 +336,7 @@ def check_facades_are_not_used(packages: dict[str, Package], root: Path) -> Iter
 def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """A package declares exactly the distributions that it imports; neighbours as ranges.
 
-    Only the wrapper may declare add-ons, which it imports by name.
+    Only the wrapper may declare add-ons, which it imports by name; nobody has to declare one that only types name.
     """
     for package in packages.values():
         declared = [_distribution(text) for text in package.project.get("dependencies", [])]
@@ -353,6 +353,8 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
                     and top not in sys.stdlib_module_names
                 ):
                     distribution = DISTRIBUTION_OF.get(top, top.replace("_", "-").lower())
+                    if use.typing and distribution in PROMISED.get(package.name, ()):
+                        continue
                     imported.setdefault(distribution, f"{source.shown}:{use.line}")
         shown = f"packages/{package.name}/pyproject.toml"
         for name in sorted(imported.keys() - set(declared) - optional):

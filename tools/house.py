@@ -27,6 +27,7 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
+    "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
 }
 PACKAGES: Final = {**LAYERS, **ADDONS}

@@ -10,6 +10,7 @@ import attrs
 from hypothesis import strategies as st
 
 import flatparam_files.formats  # noqa: F401  # all layers, and so all thresholds
+import flatparam_optim  # noqa: F401  # the threshold of matrices
 from flatparam_core import Threshold, all_thresholds
 from integration_tests.programs.recipes import (
     PRECISIONS,

@@ -97,7 +97,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_RUNTIME}/optimizers/test_joined_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
         f"{_RUNTIME}/optimizers/test_joined_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
         f"{_RUNTIME}/optimizers/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
-        f"{_INTERFACE}/optimizers/test_muon.py::test_half_precision_is_exact": _HALF,
+        "integration_tests/matrices/test_muon.py::test_half_precision_is_exact": _HALF,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
         f"{_INTERFACE}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_offloading.py::test_the_bytes_that_are_freed": _STAYS,

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 import flatparam
+import flatparam.optim
 import flatparam.wrap
 from flatparam import addons
 from flatparam.command import main
 from flatparam_comm.testing import PATIENCE
 
-LACKING = (
-    "expected the add-on flatparam-plan, which is not installed: "
-    "pip install flatparam-plan (flatparam[all]: every add-on)"
-)
+LACKING = "expected the add-on {0}, which is not installed: pip install {0} (flatparam[all]: every add-on)"
 
 
 @pytest.fixture
@@ -24,8 +22,8 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """No add-on is installed."""
     for name in addons._ADDONS:
         monkeypatch.setitem(sys.modules, name, None)
-    for module in (flatparam, flatparam.wrap):
-        for name in ("Plan", "PlanError", "plan", "PlannedPolicy", "planned"):
+    for module in (flatparam, flatparam.wrap, flatparam.optim):
+        for name in ("Plan", "PlanError", "plan", "PlannedPolicy", "planned", *flatparam.optim.__all__):
             monkeypatch.delitem(vars(module), name, raising=False)
 
 
@@ -53,7 +51,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_imports_no_add_on() -> None:
     """Neither the package nor any module of it that users import brings an add-on along."""
     program = (
-        "import sys, flatparam.wrap, flatparam.api, flatparam.command.arguments, flatparam.in_place.applying\n"
+        "import sys, flatparam.wrap, flatparam.optim, flatparam.api, flatparam.command.arguments, flatparam.in_place.applying\n"
         "flatparam.FullyShardedDataParallel, flatparam.install\n"
         f"print([name for name in {addons._ADDONS!r} if name in sys.modules])\n"
     )
@@ -65,15 +63,21 @@ def test_importing_imports_no_add_on() -> None:
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize(
-    ("module", "name"), [(flatparam, "plan"), (flatparam, "Plan"), (flatparam.wrap, "planned")]
+    ("module", "name", "addon"),
+    [
+        (flatparam, "plan", "flatparam-plan"),
+        (flatparam, "Plan", "flatparam-plan"),
+        (flatparam.wrap, "planned", "flatparam-plan"),
+        *((flatparam.optim, name, "flatparam-optim") for name in flatparam.optim.__all__),
+    ],
 )
-def test_a_name_of_an_add_on_that_is_lacking(module: object, name: str) -> None:
+def test_a_name_of_an_add_on_that_is_lacking(module: object, name: str, addon: str) -> None:
     """It is promised all the same, and the error says what to install."""
     assert name in module.__all__  # type: ignore[attr-defined]
     with pytest.raises(ImportError) as caught:
         getattr(module, name)
-    assert str(caught.value) == LACKING
-    assert caught.value.name == "flatparam_plan"
+    assert str(caught.value) == LACKING.format(addon)
+    assert caught.value.name == addon.replace("-", "_")
 
 
 @pytest.mark.usefixtures("lacking")
@@ -91,7 +95,7 @@ def test_a_command_of_an_add_on_that_is_lacking(
     """`flatparam plan` says in a line what to install, whatever its arguments, and the status is 2."""
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *arguments])
-    assert capsys.readouterr() == ("", f"flatparam plan: error: {LACKING}\n")
+    assert capsys.readouterr() == ("", f"flatparam plan: error: {LACKING.format('flatparam-plan')}\n")
 
 
 @pytest.mark.usefixtures("lacking", "installed")

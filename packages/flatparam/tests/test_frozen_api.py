@@ -35,7 +35,11 @@ MODULES: Final = (
     "flatparam.algorithms._comm_hooks.default_hooks",
 )
 """Each package, and then the public modules inside the packages."""
-ADDONS: Final = {"flatparam_files": "flatparam_state", "flatparam_plan": "flatparam"}
+ADDONS: Final = {
+    "flatparam_files": ("flatparam_state",),
+    "flatparam_optim": ("flatparam", "flatparam_runtime"),
+    "flatparam_plan": ("flatparam",),
+}
 """The packages that promise the names of an add-on as theirs, by the add-on."""
 OPERATORS: Final = (
     "__call__",
@@ -57,15 +61,15 @@ ATTACHED: Final = ("FlatExposure", "OriginalExposure")
 """Classes that their method `attach` makes, from objects that are not public."""
 
 
-def home_of(value: Any) -> str:
-    """The package that promises what is defined in it, or in an add-on."""
+def homes_of(value: Any) -> tuple[str, ...]:
+    """The packages that promise what is defined in them, or in an add-on."""
     top = value.__module__.partition(".")[0]
-    return ADDONS.get(top, top)
+    return ADDONS.get(top, (top,))
 
 
 def is_ours(kind: type) -> bool:
     """Whether one of the five packages, or an add-on, defines the class."""
-    return home_of(kind) in PACKAGES
+    return homes_of(kind)[0] in PACKAGES
 
 
 def is_class(value: object) -> TypeGuard[type]:
@@ -76,7 +80,7 @@ def is_class(value: object) -> TypeGuard[type]:
 def is_defined_in(package: str, name: str, value: object) -> bool:
     """Whether `package` defines what it exports; a value may also be exported by a package beneath."""
     if is_class(value) or inspect.isfunction(value):
-        return home_of(value) == package
+        return package in homes_of(value)
     beneath = (importlib.import_module(other) for other in PACKAGES[: PACKAGES.index(package)])
     return not any(name in other.__all__ and getattr(other, name) is value for other in beneath)
 

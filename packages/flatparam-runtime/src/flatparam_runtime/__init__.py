@@ -3,6 +3,9 @@
 It shards a module by hooks, without a wrapper.
 """
 
+from typing import TYPE_CHECKING
+
+from flatparam_runtime.addons import names_of
 from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_same_between_passes,
@@ -25,15 +28,6 @@ from flatparam_runtime.optimizers import (
     set_flat_steps,
     step_in_segments,
     tensors_stepped,
-)
-from flatparam_runtime.optimizers.matrices import (
-    MatrixStepper,
-    Routes,
-    WholeStep,
-    drop_flat_gradients,
-    follow_gradients,
-    newton_schulz_flops,
-    originals_in,
 )
 from flatparam_runtime.passes import (
     ROOT_NAME,
@@ -91,6 +85,17 @@ from flatparam_runtime.vocabulary import (
     telling,
     warn_caller,
 )
+
+if TYPE_CHECKING:
+    from flatparam_optim import (
+        MatrixStepper,
+        Routes,
+        WholeStep,
+        drop_flat_gradients,
+        follow_gradients,
+        newton_schulz_flops,
+        originals_in,
+    )
 
 __version__ = "0.1.0"
 
@@ -182,3 +187,15 @@ __all__ = [
     "units_in",
     "untraced",
 ]
+
+_MOVED = (
+    "MatrixStepper",
+    "Routes",
+    "WholeStep",
+    "drop_flat_gradients",
+    "follow_gradients",
+    "newton_schulz_flops",
+    "originals_in",
+)
+"""The names that flatparam-optim has."""
+__getattr__ = names_of("flatparam_optim", _MOVED, __name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias, final
 
@@ -183,10 +184,9 @@ class Setup:
         if make is None:
             return None
         made: torch.optim.Optimizer = make(model.parameters())
-        # Its module is not needed by other plans.
-        from flatparam.optim.whole_optimizer import WholeOptimizer
-
-        if self.world_size > 1 and isinstance(made, WholeOptimizer):
+        # Who makes one of its optimizers has imported the add-on.
+        matrices: Any = sys.modules.get("flatparam_optim")
+        if self.world_size > 1 and matrices is not None and isinstance(made, matrices.WholeOptimizer):
             raise PlanError(
                 f"optimizer: expected one that steps each rank's part alone, found {type(made).__name__}, which "
                 "exchanges whole matrices with ranks that a plan lacks; plan optimizer='none', and add its states"

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_core import FLAT_PARAM, clean_fqn
-from flatparam_runtime import (
+from flatparam_optim.matrices import (
     MatrixStepper,
     WholeStep,
-    allow_shards,
     drop_flat_gradients,
     follow_gradients,
     originals_in,
-    step_in_segments,
 )
+from flatparam_runtime import allow_shards, step_in_segments
 
 __all__ = [
     "ADAMW",

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, Mark, ReduceOp, Topology, streams_of
-from flatparam_runtime.optimizers.matrices.members import Member
+from flatparam_optim.matrices.members import Member
 
 __all__ = ["Presence"]
 

@@ -9,8 +9,8 @@ import attrs
 from torch import nn
 
 from flatparam_comm import FlatParameter, FlatParamHandle, Fragment, ParamSpec, Topology, handle_of, owner_of
-from flatparam_runtime.optimizers.matrices.whole_step import Settings
-from flatparam_runtime.unit import holder_of
+from flatparam_optim.matrices.whole_step import Settings
+from flatparam_runtime import holder_of
 
 __all__ = ["Member", "drop_flat_gradients", "follow_gradients", "originals_in"]
 

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, layout
-from flatparam.optim.whole_optimizer import WholeOptimizer
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import Collectives, gather_shards
+from flatparam_comm import Collectives, gather_shards, run_threads
 from flatparam_comm.testing import rectangle
+from flatparam_optim.whole_optimizer import WholeOptimizer
 from flatparam_runtime import no_sync
 from flatparam_state import places_in
-
-from ..worlds import on_ranks
 
 Results = dict[str, Tensor]
 STEPS = 3
@@ -222,7 +220,7 @@ def check(
         gradients = [one_step(case, model, optimizer, world.rank, step) for step in range(STEPS)]
         return results(model, optimizer), gradients, optimizer.whole_steps
 
-    told = on_ranks(case.ranks, rank)
+    told = run_threads(case.ranks, rank)
     model = build()
     optimizers = make_plain(model)
     for gradients in told[0][1]:

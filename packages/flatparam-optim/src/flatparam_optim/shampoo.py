@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.matrix_step import MatrixOptimizer
-from flatparam.optim.whole_optimizer import Choice, are_matrices
+from flatparam_optim.matrix_step import MatrixOptimizer
+from flatparam_optim.whole_optimizer import Choice, are_matrices
 
 __all__ = ["Shampoo"]
 

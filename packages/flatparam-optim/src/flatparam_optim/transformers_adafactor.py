@@ -10,9 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.adafactor import NewValues, are_all
-from flatparam.optim.matrix_step import count_step
-from flatparam.optim.whole_optimizer import HALF, WholeOptimizer, add_scaled, number
+from flatparam_optim.adafactor import NewValues, are_all
+from flatparam_optim.matrix_step import count_step
+from flatparam_optim.whole_optimizer import HALF, WholeOptimizer, add_scaled, number
 
 __all__ = ["TransformersAdafactor"]
 

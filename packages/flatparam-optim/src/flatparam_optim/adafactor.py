@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.matrix_step import count_step
-from flatparam.optim.whole_optimizer import WholeOptimizer, add_scaled, at_least, decay, number
+from flatparam_optim.matrix_step import count_step
+from flatparam_optim.whole_optimizer import WholeOptimizer, add_scaled, at_least, decay, number
 
 __all__ = ["Adafactor", "NewValues", "are_all"]
 

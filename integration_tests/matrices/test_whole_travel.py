@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy
-from flatparam.optim import Adafactor, Muon, Shampoo
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import (
     ByteLedger,
@@ -21,14 +20,23 @@ from flatparam_comm import (
     RecordingCollectives,
     acting_as,
     current_collectives,
+    run_threads,
     shared_memory,
 )
 from flatparam_comm.testing import run_processes
 from flatparam_core import FlatParamError
+from flatparam_optim import Adafactor, Muon, Shampoo
 from flatparam_runtime import all_thresholds
-
-from ..worlds import on_ranks
-from .whole_cases import HYBRID, Block, Case, assert_same, batch, build, few_cases, results
+from integration_tests.matrices.whole_cases import (
+    HYBRID,
+    Block,
+    Case,
+    assert_same,
+    batch,
+    build,
+    few_cases,
+    results,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -90,7 +98,7 @@ def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
         planned = [each * numel for each, numel in zip(nbytes, numels, strict=True)]
         return found, planned, [to_owners, from_owner]
 
-    for found, planned, counted in on_ranks(case.ranks, rank):
+    for found, planned, counted in run_threads(case.ranks, rank):
         assert found == planned
         assert found[:2] == counted
         if case.layout == "whole" and case.strategy != HYBRID:
@@ -111,7 +119,7 @@ def test_parts_are_equal_for_replicas() -> None:
         optimizer.step()
         return ledger.by_label()[LABELS[2]].sent_nbytes, optimizer.whole_steps
 
-    assert on_ranks(2, rank) == [(2 * 64 * 2, 2)] * 2
+    assert run_threads(2, rank) == [(2 * 64 * 2, 2)] * 2
 
 
 def test_buckets_change_nothing() -> None:
@@ -125,14 +133,14 @@ def test_buckets_change_nothing() -> None:
                 step(model, optimizer, number)
         return results(model, optimizer)
 
-    expected = on_ranks(3, rank, 1 << 22)[0]
+    expected = run_threads(3, rank, 1 << 22)[0]
     for numel in (1, 300):
-        assert_same(on_ranks(3, rank, numel)[1], expected)
+        assert_same(run_threads(3, rank, numel)[1], expected)
 
 
 def test_the_next_bucket_is_under_way_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bucket is issued before the one before it is stepped, and the vectors are stepped while the first is on its way."""
-    from flatparam.optim import muon, whole_optimizer
+    from flatparam_optim import muon, whole_optimizer
 
     events: list[str] = []
 
@@ -169,7 +177,7 @@ def test_the_next_bucket_is_under_way_while_one_is_stepped(monkeypatch: pytest.M
         with BUCKET.set_to(1):
             optimizer.step()
 
-    on_ranks(2, rank)
+    run_threads(2, rank)
     sends = [at for at, event in enumerate(events) if event == "send"]
     backs = [at for at, event in enumerate(events) if event == "back"]
     assert len(sends) == len(backs) == 3
@@ -195,7 +203,7 @@ def on_engine(group: Collectives, through_memory: bool) -> Any:
 @pytest.mark.parametrize("through_memory", [False, True], ids=["gloo", "shared memory"])
 def test_processes_have_the_bits_of_threads(through_memory: bool) -> None:
     """Over gloo and over shared memory the parameters and states are those of a world of threads."""
-    expected, _ = on_ranks(3, on_engine_of_threads)[0]
+    expected, _ = run_threads(3, on_engine_of_threads)[0]
     found = run_processes(3, on_engine, through_memory)
     for each, _ in found:
         assert_same(each, expected)
@@ -251,7 +259,7 @@ def test_matrices_without_a_gradient_are_left_alone(use_orig_params: bool) -> No
     expected = dict(plain.state_dict())
     for name, parameter in plain.named_parameters():
         expected |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    told = on_ranks(4, rank)
+    told = run_threads(4, rank)
     for found, _ in told:
         assert_same(found, expected)
     assert sum(count for _, count in told) == len(uses)
@@ -279,7 +287,7 @@ def test_frozen_matrices_do_not_travel(use_orig_params: bool) -> None:
             )
         return counts
 
-    assert on_ranks(2, rank)[0] == ([2, 0] if use_orig_params else [2, 2])
+    assert run_threads(2, rank)[0] == ([2, 0] if use_orig_params else [2, 2])
 
 
 class Dropped(nn.Module):
@@ -326,7 +334,7 @@ def test_a_gradient_on_some_ranks_only_is_refused(kind: Any, strategy: str, runs
         return str(caught.value)
 
     runs_ahead = runs_ahead or torch.get_default_device().type != "cpu"
-    told = on_ranks(4, acting(rank, runs_ahead))
+    told = run_threads(4, acting(rank, runs_ahead))
     when = "the step before this one was wrong" if runs_ahead else "nothing was stepped"
     for number, message in enumerate(told):
         assert ("has no gradient on this rank" if number == 1 else "has a gradient on this rank") in message
@@ -360,7 +368,7 @@ def test_saving_a_state_looks_at_the_last_step() -> None:
         with pytest.raises(FlatParamError, match="the step before this one was wrong"):
             optimizer.state_dict()
 
-    on_ranks(2, acting(rank))
+    run_threads(2, acting(rank))
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor, Shampoo])
@@ -378,8 +386,8 @@ def test_a_host_that_runs_ahead_has_the_same_bits(kind: Any, use_orig_params: bo
             optimizer.step()
         return results(model, optimizer)
 
-    expected = on_ranks(4, rank)
-    for one, other in zip(on_ranks(4, acting(rank)), expected, strict=True):
+    expected = run_threads(4, rank)
+    for one, other in zip(run_threads(4, acting(rank)), expected, strict=True):
         assert_same(one, other)
 
 
@@ -395,7 +403,7 @@ def test_other_parameters_on_other_ranks_are_refused() -> None:
             optimizer.step()
         return str(caught.value)
 
-    for message in on_ranks(4, rank):
+    for message in run_threads(4, rank):
         assert "also those of which a rank holds no element" in message
 
 
@@ -417,7 +425,7 @@ def test_groups_keep_their_settings(use_orig_params: bool) -> None:
             for group in optimizer.param_groups
         ]
 
-    matrices, others = on_ranks(2, rank)[0]
+    matrices, others = run_threads(2, rank)[0]
     assert matrices == ("muon", 0.5, ["0.weight", "1.down.weight"], 5)
     assert others == ("adamw", 0.25, ["0.bias", "1.down.bias"], 11)
 

@@ -13,12 +13,20 @@ from torch import nn
 
 from flatparam import Checkpointer, FullStateDictConfig, StateDictType
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.optim import Adafactor, MatrixOptimizer, Muon, Shampoo, TransformersAdafactor
-from flatparam_comm import Collectives
+from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
-
-from ..worlds import on_ranks
-from .whole_cases import HYBRID, Case, Results, Sign, assert_same, batch, build, plain_results, results
+from flatparam_optim import Adafactor, MatrixOptimizer, Muon, Shampoo, TransformersAdafactor
+from integration_tests.matrices.whole_cases import (
+    HYBRID,
+    Case,
+    Results,
+    Sign,
+    assert_same,
+    batch,
+    build,
+    plain_results,
+    results,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -108,8 +116,8 @@ def test_directories(kind: str, source: Case, target: Case, tmp_path: Path) -> N
         train(model, optimizer, start=2)
         return results(model, optimizer)
 
-    on_ranks(source.ranks, save)
-    for found in on_ranks(target.ranks, resume):
+    run_threads(source.ranks, save)
+    for found in run_threads(target.ranks, resume):
         assert_same(found, expected(kind))
 
 
@@ -127,7 +135,7 @@ def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) ->
                 model, optimizer, rank0_only=rank0_only
             )
 
-    values, states = on_ranks(source.ranks, save)[0]
+    values, states = run_threads(source.ranks, save)[0]
 
     def resume(world: Collectives) -> Results:
         model, optimizer = wrapped(kind, target, world)
@@ -142,7 +150,7 @@ def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) ->
         train(model, optimizer, start=2)
         return results(model, optimizer)
 
-    for found in on_ranks(target.ranks, resume):
+    for found in run_threads(target.ranks, resume):
         assert_same(found, expected(kind))
 
 
@@ -171,7 +179,7 @@ def test_states_of_plain_optimizers(kind: str, case: Case) -> None:
         train(model, optimizer, start=2)
         return exported["state"], results(model, optimizer)
 
-    for exported, found in on_ranks(case.ranks, resume):
+    for exported, found in run_threads(case.ranks, resume):
         assert exported.keys() == given["state"].keys()
         for name, states in given["state"].items():
             assert exported[name].keys() == states.keys(), name
@@ -270,7 +278,7 @@ def test_replicas_share_state(kind: str, case: Case) -> None:
         assert_same(results(model, optimizer), expected(kind))
         return first, loaded, kept_by(optimizer), steps
 
-    told = on_ranks(case.ranks, rank)
+    told = run_threads(case.ranks, rank)
     matrices = [number for numbers in told for number in numbers[0]]
     assert len(matrices) == len(set(matrices)) == 6
     assert sum(steps for *_, steps in told) == 2 * (16 if kind == "adafactor" else 6)
@@ -304,4 +312,4 @@ def test_state_of_one_rank_stays_with_its_owner() -> None:
         some(model, optimizer, 4, 6)
         return dict(model.state_dict())
 
-    assert_same(on_ranks(3, rank, True)[0], on_ranks(3, rank, False)[0])
+    assert_same(run_threads(3, rank, True)[0], run_threads(3, rank, False)[0])

@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import (
+from flatparam_optim.matrices import newton_schulz_flops
+from flatparam_optim.whole_optimizer import (
     Choice,
     WholeOptimizer,
     adamw_settings,
@@ -19,7 +20,6 @@ from flatparam.optim.whole_optimizer import (
     decay,
     number,
 )
-from flatparam_runtime import newton_schulz_flops
 
 __all__ = ["Muon", "orthogonalised"]
 

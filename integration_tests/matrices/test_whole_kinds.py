@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel
-from flatparam.optim import Adafactor, MatrixOptimizer, Shampoo, TransformersAdafactor
 from flatparam_comm import Collectives, run_threads
+from flatparam_optim import Adafactor, MatrixOptimizer, Shampoo, TransformersAdafactor
 from flatparam_state import optimizer_state_dict
-
-from .whole_cases import Case, Sign, all_cases, check, few_cases
+from integration_tests.matrices.whole_cases import Case, Sign, all_cases, check, few_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

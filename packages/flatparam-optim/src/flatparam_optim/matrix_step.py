@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam.optim.whole_optimizer import (
+from flatparam_optim.whole_optimizer import (
     Choice,
     WholeOptimizer,
     adamw_settings,

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.optim import MatrixOptimizer, Muon
-from flatparam.optim.muon import orthogonalised
-from flatparam_comm import Collectives
-
-from ..worlds import on_ranks
-from .whole_cases import Case, Sign, all_cases, assert_same, check, few_cases
+from flatparam_comm import Collectives, run_threads
+from flatparam_optim import MatrixOptimizer, Muon
+from flatparam_optim.muon import orthogonalised
+from integration_tests.matrices.whole_cases import Case, Sign, all_cases, assert_same, check, few_cases
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.01, "adamw_betas": (0.9, 0.95)}
 
@@ -102,5 +100,5 @@ def test_half_precision_is_exact(kind: str, use_orig_params: bool) -> None:
         return dict(train(FSDP(build_half(), world, use_orig_params=use_orig_params)).state_dict())
 
     expected = dict(train(build_half()).state_dict())
-    for found in on_ranks(4, rank):
+    for found in run_threads(4, rank):
         assert_same(found, expected)

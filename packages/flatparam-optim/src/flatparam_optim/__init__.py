@@ -1,0 +1,40 @@
+"""Optimizers that step whole matrices, however their parameters are sharded: exact, with the numbers of one process.
+
+Each cut matrix is brought to the rank that owns it, stepped there, and its update is sent back. See the guide
+`docs/guides/optimizers.md`.
+"""
+
+from flatparam_optim.adafactor import Adafactor
+from flatparam_optim.matrices import (
+    MatrixStepper,
+    Routes,
+    WholeStep,
+    drop_flat_gradients,
+    follow_gradients,
+    newton_schulz_flops,
+    originals_in,
+)
+from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
+from flatparam_optim.muon import Muon
+from flatparam_optim.shampoo import Shampoo
+from flatparam_optim.transformers_adafactor import TransformersAdafactor
+from flatparam_optim.whole_optimizer import WholeOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adafactor",
+    "MatrixOptimizer",
+    "MatrixStep",
+    "MatrixStepper",
+    "Muon",
+    "Routes",
+    "Shampoo",
+    "TransformersAdafactor",
+    "WholeOptimizer",
+    "WholeStep",
+    "drop_flat_gradients",
+    "follow_gradients",
+    "newton_schulz_flops",
+    "originals_in",
+]
