@@ -25,7 +25,7 @@ else:
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
 # Modules whose `__all__` other packages may use, too: those of flatparam-files, and of the wrapper, of which the first
-# three are public, and the others are for add-ons.
+# two are public, and the others are for add-ons.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
     "flatparam": (

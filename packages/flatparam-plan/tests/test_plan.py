@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from flatparam import Plan, PlanError, plan
 from flatparam.command import main
-from flatparam.optim import Adafactor
 from flatparam_plan.collector import with_little_to_collect
 from flatparam_plan.fitting.choosing import fit
 from flatparam_plan.hardware.named import profile_named
@@ -526,9 +525,3 @@ def test_worlds_are_given_from_the_smaller_to_the_larger(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["plan", "torch.nn:ReLU", "--world", "8..3"])
     assert "expected the smaller number of ranks first" in capsys.readouterr().err
-
-
-def test_an_optimizer_of_whole_matrices_is_refused() -> None:
-    """It exchanges matrices with ranks that a plan does not have, and the error says what to plan with."""
-    with pytest.raises(PlanError, match="found Adafactor, which exchanges whole matrices"):
-        planned(optimizer=Adafactor, use_orig_params=True)
