@@ -116,6 +116,15 @@ def test_the_wrapper_names_an_add_on_for_type_checkers(house: House) -> None:
     assert any("declares flatparam-plan, which nothing" in problem for problem in house.problems())
 
 
+def test_the_runtime_names_the_add_on_that_it_promises(house: House) -> None:
+    """It does for type checkers, and need not declare it; another add-on it may not name."""
+    head = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {} import public\n"
+    house.write("flatparam-runtime", "typed.py", head.format("flatparam_optim"))
+    assert house.problems() == []
+    house.write("flatparam-runtime", "typed.py", head.format("flatparam_plan"))
+    assert any("flatparam-runtime imports flatparam-plan" in problem for problem in house.problems())
+
+
 def test_an_add_on_imports_what_is_open(house: House) -> None:
     """Of the wrapper it imports public names, and those of the modules that are listed for add-ons; no other."""
     house.write("flatparam", "resolving/__init__.py", "__all__ = ['shown']\nshown = hidden = 1\n")

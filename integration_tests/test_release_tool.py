@@ -72,7 +72,7 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = Changelog(text_of(clone, "flatparam-core", "CHANGELOG.md"))
     assert released.unreleased == ""
     assert released.versions == {"0.2.0": TODAY, "0.1.0.dev1": "2026-11-21"}
-    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-plan"):
+    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-optim", "flatparam-plan"):
         assert '"flatparam-core>=0.1,<0.3"' in text_of(clone, package, "pyproject.toml")
         noted = Changelog(text_of(clone, package, "CHANGELOG.md"))
         assert noted.unreleased.endswith("### Changed\n\n- Takes `flatparam-core` 0.2, too.")
@@ -85,6 +85,8 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "packages/flatparam-core/src/flatparam_core/__init__.py",
         "packages/flatparam-files/CHANGELOG.md",
         "packages/flatparam-files/pyproject.toml",
+        "packages/flatparam-optim/CHANGELOG.md",
+        "packages/flatparam-optim/pyproject.toml",
         "packages/flatparam-plan/CHANGELOG.md",
         "packages/flatparam-plan/pyproject.toml",
         "packages/flatparam/CHANGELOG.md",
