@@ -60,6 +60,7 @@ ALSO_PASSED_ON: Final = {
     "FlatParamError": "methods of flat parameters raise it",
     "gradient_divisors": "the rule by which reductions average, for hooks that take their place",
     "telling": "functions of a caller run in layers above, maybe with an error on one rank alone",
+    "warn_caller": "warnings of every layer name the program's line",
     "Transitions": "the runtime's phases are a table of the same kind as the core's residencies",
 }
 # Import names that are not the distribution's name with underscores.

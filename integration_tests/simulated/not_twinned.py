@@ -37,9 +37,7 @@ _DIVIDES_BEHIND: Final = (
 _STEP_COUNT: Final = (
     "torch puts RMSprop's count of steps on the default device, where no offloaded parameter is"
 )
-_FREED: Final = (
-    "on an accelerator streams would have to agree on memory that somebody has a view of, so it is freed, as in FSDP1"
-)
+_FREED: Final = "on an accelerator streams would have to agree on memory that somebody has a view of, so it is freed, as in FSDP1"
 _SPARSE: Final = "the simulated device has no sparse tensors"
 _WEAK_REFERENCES: Final = (
     "torch cannot take a parameter with weak references to a device that is none of its own list"
