@@ -207,7 +207,7 @@ def publish(session: nox.Session) -> None:
     if session.posargs:
         python(session, "tools/publishing", *session.posargs)
         return
-    kills = "packages/flatparam-state/tests/publishing/test_kills.py"
+    kills = "packages/flatparam-publish/tests/test_kills.py"
     pytest(session, kills, env={"FLATPARAM_PUBLISH_KILLS": "100"})
     python(session, "tools/publishing", "syncs", "--versions", "1000")
     python(session, "tools/publishing", "--size", "small", "--pretraining", "60", "costs", "--page")
@@ -259,11 +259,12 @@ TWINS = (
     "packages/flatparam-runtime/tests",
     "packages/flatparam-state/tests",
     "--ignore=packages/flatparam-state/tests/checkpoint",
-    "--ignore=packages/flatparam-state/tests/publishing/test_kills.py",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
     "packages/flatparam-optim/tests",
     "packages/flatparam-plan/tests",
+    "packages/flatparam-publish/tests",
+    "--ignore=packages/flatparam-publish/tests/test_kills.py",
     "integration_tests/lifted",
     "integration_tests/matrices",
 )

@@ -24,10 +24,12 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` other packages may use, too: those of flatparam-files, and of the wrapper, of which the first
-# two are public, and the others are for add-ons.
+# Modules whose `__all__` other packages may use, too: those of flatparam-files, that by which layers promise names of
+# add-ons, and of state and the wrapper those that are for add-ons; the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-runtime": ("addons",),
+    "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
     "flatparam": (
         "api",
         "command",
@@ -53,7 +55,11 @@ FACADES: Final = "flatparam.private"
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
 VOCABULARY: Final = "vocabulary"
 # The layers that promise names of add-ons, which they import under `if TYPE_CHECKING:` alone.
-PROMISED: Final = {"flatparam": tuple(ADDONS), "flatparam-runtime": ("flatparam-optim",)}
+PROMISED: Final = {
+    "flatparam": tuple(ADDONS),
+    "flatparam-runtime": ("flatparam-optim",),
+    "flatparam-state": ("flatparam-publish",),
+}
 # Passed on without a signature that leads to it.
 ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
@@ -385,9 +391,10 @@ def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
         for source in package.sources:
             if source.path != package.path / init:
                 continue
+            public = package.public_names() or set()
             for use in source.uses:
                 top = use.module.partition(".")[0]
-                if top != package.module and top in layers:
+                if top != package.module and top in layers and use.name.rpartition(".")[2] in public:
                     yield f"{source.shown}:{use.line}: passes {use.name} on; take it from {module}, which says why"
         reached = known.reached_from(package)
         for name in sorted(package.public_names(VOCABULARY) or ()):

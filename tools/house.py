@@ -29,6 +29,7 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
+    "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
 }
 PACKAGES: Final = {**LAYERS, **ADDONS}
 

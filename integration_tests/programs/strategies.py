@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import flatparam_files.formats  # noqa: F401  # all layers, and so all thresholds
 import flatparam_optim  # noqa: F401  # the threshold of matrices
+import flatparam_publish  # noqa: F401  # those of publishing
 from flatparam_core import Threshold, all_thresholds
 from integration_tests.programs.recipes import (
     PRECISIONS,

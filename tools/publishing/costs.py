@@ -17,8 +17,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_state import Mailbox, Publisher, Receiver, publish
-from flatparam_state.publishing.versions.encoding import bits_of, changes
+from flatparam_publish import Mailbox, Publisher, Receiver, publish
+from flatparam_publish.versions.encoding import bits_of, changes
 
 from .job import batches, pretrained, train
 

@@ -14,6 +14,16 @@ from flatparam import addons
 from flatparam.command import main
 from flatparam_comm.testing import PATIENCE
 
+PUBLISHING = (
+    "GroupChannel",
+    "Mailbox",
+    "Published",
+    "Publisher",
+    "PublishError",
+    "Receiver",
+    "Slicing",
+    "publish",
+)
 LACKING = "expected the add-on {0}, which is not installed: pip install {0} (flatparam[all]: every add-on)"
 
 
@@ -23,7 +33,15 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in addons._ADDONS:
         monkeypatch.setitem(sys.modules, name, None)
     for module in (flatparam, flatparam.wrap, flatparam.optim):
-        for name in ("Plan", "PlanError", "plan", "PlannedPolicy", "planned", *flatparam.optim.__all__):
+        for name in (
+            "Plan",
+            "PlanError",
+            "plan",
+            "PlannedPolicy",
+            "planned",
+            *PUBLISHING,
+            *flatparam.optim.__all__,
+        ):
             monkeypatch.delitem(vars(module), name, raising=False)
 
 
@@ -68,6 +86,7 @@ def test_importing_imports_no_add_on() -> None:
         (flatparam, "plan", "flatparam-plan"),
         (flatparam, "Plan", "flatparam-plan"),
         (flatparam.wrap, "planned", "flatparam-plan"),
+        *((flatparam, name, "flatparam-publish") for name in PUBLISHING),
         *((flatparam.optim, name, "flatparam-optim") for name in flatparam.optim.__all__),
     ],
 )

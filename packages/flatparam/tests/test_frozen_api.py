@@ -39,6 +39,7 @@ ADDONS: Final = {
     "flatparam_files": ("flatparam_state",),
     "flatparam_optim": ("flatparam", "flatparam_runtime"),
     "flatparam_plan": ("flatparam",),
+    "flatparam_publish": ("flatparam_state",),
 }
 """The packages that promise the names of an add-on as theirs, by the add-on."""
 OPERATORS: Final = (

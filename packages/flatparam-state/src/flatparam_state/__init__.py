@@ -1,5 +1,7 @@
 """Names: model and optimizer state of sharded models, at any world size and under any wrapping, and its checkpoints."""
 
+from typing import TYPE_CHECKING
+
 from flatparam_files import (
     CHUNK_NBYTES,
     DTYPES,
@@ -30,6 +32,7 @@ from flatparam_files import (
     write_hugging_face,
     write_torch_file,
 )
+from flatparam_runtime.addons import names_of
 from flatparam_state.averages import ShardedEMA
 from flatparam_state.checkpoint import (
     Checkpointer,
@@ -78,28 +81,30 @@ from flatparam_state.optimizer import (
 )
 from flatparam_state.places import Place, places_in, places_of
 from flatparam_state.pretrained import Fit, Names, PretrainedFiles, UnreadTensor, fit, read_pretrained
-from flatparam_state.publishing import (
-    Catalogue,
-    Channel,
-    Delivery,
-    GroupChannel,
-    Mailbox,
-    NewVersion,
-    Packet,
-    Published,
-    PublishedTensor,
-    Publisher,
-    PublishError,
-    ReceiverNames,
-    Sink,
-    Slicing,
-    Update,
-    UpdateSource,
-    VersionId,
-    publish,
-)
-from flatparam_state.receiving import Receiver
 from flatparam_state.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from flatparam_publish import (
+        Catalogue,
+        Channel,
+        Delivery,
+        GroupChannel,
+        Mailbox,
+        NewVersion,
+        Packet,
+        Published,
+        PublishedTensor,
+        Publisher,
+        PublishError,
+        Receiver,
+        ReceiverNames,
+        Sink,
+        Slicing,
+        Update,
+        UpdateSource,
+        VersionId,
+        publish,
+    )
 
 __all__ = [
     "CHUNK_NBYTES",
@@ -201,3 +206,27 @@ __all__ = [
     "write_torch_file",
     "without_collector",
 ]
+
+_MOVED = (
+    "Catalogue",
+    "Channel",
+    "Delivery",
+    "GroupChannel",
+    "Mailbox",
+    "NewVersion",
+    "Packet",
+    "Published",
+    "PublishedTensor",
+    "Publisher",
+    "PublishError",
+    "Receiver",
+    "ReceiverNames",
+    "Sink",
+    "Slicing",
+    "Update",
+    "UpdateSource",
+    "VersionId",
+    "publish",
+)
+"""The names that flatparam-publish has."""
+__getattr__ = names_of("flatparam_publish", _MOVED, __name__)

@@ -38,22 +38,24 @@ if TYPE_CHECKING:
     from flatparam.wrapper.training_state import UnshardHandle
     from flatparam_core import FlatParameter
     from flatparam_plan import Plan, PlanError, plan
-    from flatparam_runtime import allow_shards
-    from flatparam_state import (
-        Checkpointer,
-        CheckpointError,
+    from flatparam_publish import (
         GroupChannel,
-        Loaded,
         Mailbox,
         Published,
         Publisher,
         PublishError,
         Receiver,
-        ShardedEMA,
         Slicing,
+        publish,
+    )
+    from flatparam_runtime import allow_shards
+    from flatparam_state import (
+        Checkpointer,
+        CheckpointError,
+        Loaded,
+        ShardedEMA,
         offload,
         onload,
-        publish,
     )
 
 __version__ = "0.1.0"
@@ -139,22 +141,24 @@ _HOMES = {
     "flatparam.wrapper.training_state": ("UnshardHandle",),
     "flatparam_core": ("FlatParameter",),
     "flatparam_plan": ("Plan", "PlanError", "plan"),
+    "flatparam_publish": (
+        "GroupChannel",
+        "Mailbox",
+        "Published",
+        "Publisher",
+        "PublishError",
+        "Receiver",
+        "Slicing",
+        "publish",
+    ),
     "flatparam_runtime": ("allow_shards",),
     "flatparam_state": (
         "Checkpointer",
         "CheckpointError",
-        "GroupChannel",
         "Loaded",
-        "Mailbox",
-        "PublishError",
-        "Published",
-        "Publisher",
-        "Receiver",
         "ShardedEMA",
-        "Slicing",
         "offload",
         "onload",
-        "publish",
     ),
 }
 """The modules that have the names which this package exports."""

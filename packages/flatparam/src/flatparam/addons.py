@@ -15,7 +15,7 @@ GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
 _KNOWN: Final = {"ckpt": "flatparam_files.command:add", "plan": "flatparam_plan.command:add"}
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
-_ADDONS: Final = ("flatparam_optim", "flatparam_plan")
+_ADDONS: Final = ("flatparam_optim", "flatparam_plan", "flatparam_publish")
 """Those that can be lacking; the state layer still needs `flatparam_files`."""
 
 

@@ -24,8 +24,7 @@ from flatparam_files.disk import (
     new_file,
     open_regular,
 )
-from flatparam_runtime import Topology
-from flatparam_state.publishing.versions import (
+from flatparam_publish.versions import (
     Catalogue,
     Delivery,
     NewVersion,
@@ -36,6 +35,7 @@ from flatparam_state.publishing.versions import (
     VersionId,
     all_or_error,
 )
+from flatparam_runtime import Topology
 
 __all__ = ["Mailbox"]
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import run_processes, run_threads
-from flatparam_state import GroupChannel, Publisher, PublishError, Receiver, Slicing
+from flatparam_publish import GroupChannel, Publisher, PublishError, Receiver, Slicing
 
-from ..models import CASES
-from ..worlds import shard_case
+from .beneath import CASES, shard, shard_case
 from .sample import assert_equal, change, expected
 
 VERSIONS = 4
@@ -97,8 +96,6 @@ def test_bytes_and_slices() -> None:
             receiver.receive()
             return tensors, ledger.total.payload_nbytes
         from torch import nn
-
-        from ..worlds import shard
 
         model = shard(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)), model_group)
         publisher = Publisher(model, channel)

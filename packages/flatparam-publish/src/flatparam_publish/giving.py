@@ -10,10 +10,10 @@ from typing import TypeAlias, final
 import attrs
 from torch import Tensor
 
+from flatparam_publish.files import writing
+from flatparam_publish.gathering import Pair, full_tensors
+from flatparam_publish.versions import Catalogue
 from flatparam_runtime import Topology
-from flatparam_state.publishing.files import writing
-from flatparam_state.publishing.gathering import Pair, full_tensors
-from flatparam_state.publishing.versions import Catalogue
 
 __all__ = ["Giving", "Sink"]
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_runtime import Threshold, telling
-from flatparam_state.at_rest import bring_to_rest
-from flatparam_state.publishing.gathering import PUBLISH_NBYTES, Pair
-from flatparam_state.publishing.versions import (
+from flatparam_publish.gathering import PUBLISH_NBYTES, Pair
+from flatparam_publish.versions import (
     Catalogue,
     Channel,
     Frames,
@@ -29,6 +27,8 @@ from flatparam_state.publishing.versions import (
     published_tensors,
     values,
 )
+from flatparam_runtime import Threshold, telling
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
 
 __all__ = ["Published", "Publisher"]

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import rectangle, run_threads
+from flatparam_publish import GroupChannel, Mailbox, Publisher, PublishError, Receiver, Slicing, publish
 from flatparam_runtime import UnitPlan, shard_module
-from flatparam_state import GroupChannel, Mailbox, Publisher, PublishError, Receiver, Slicing, publish
 from flatparam_state.checkpoint.model_tensors import model_tensors
 
-from ..models import CASES, mlp
-from ..worlds import shard, shard_case
+from .beneath import CASES, mlp, shard, shard_case
 from .sample import assert_equal, bits, change, expected
 from .test_encoding import formula
 
@@ -528,7 +527,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_an_interrupted_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that was interrupted while it wrote says that it has no version, and then finishes it."""
-    from flatparam_state.receiving.target import Value
+    from flatparam_publish.target import Value
 
     model = mlp()
     publisher, received = Publisher(model, Mailbox(tmp_path)), {}

@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_state.publishing.versions import PublishError, Update, UpdateSource, VersionId, read_records
-from flatparam_state.receiving.target import DictTarget, ModuleTarget, Target, Value
+from flatparam_publish.target import DictTarget, ModuleTarget, Target, Value
+from flatparam_publish.versions import PublishError, Update, UpdateSource, VersionId, read_records
 
 __all__ = ["Receiver"]
 

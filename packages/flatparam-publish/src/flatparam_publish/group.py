@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from flatparam_files.disk import bytes_view
-from flatparam_runtime import Collectives, Topology, resolve_topology
-from flatparam_state.publishing.gathering import PUBLISH_NBYTES
-from flatparam_state.publishing.versions import (
+from flatparam_publish.gathering import PUBLISH_NBYTES
+from flatparam_publish.versions import (
     Catalogue,
     Delivery,
     NewVersion,
@@ -24,6 +23,7 @@ from flatparam_state.publishing.versions import (
     VersionId,
     all_or_error,
 )
+from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.ranks import differing
 
 __all__ = ["GroupChannel"]

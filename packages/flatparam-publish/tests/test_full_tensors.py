@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology
 from flatparam_comm.testing import rectangle, run_processes, run_threads
+from flatparam_publish import PublishError, files, publish
+from flatparam_publish.gathering import full_tensors, most_nbytes
+from flatparam_publish.versions.catalogue import published_tensors
 from flatparam_runtime import FlatParamError, UnitPlan, shard_module, summon_full_params
-from flatparam_state import PublishError, publish
-from flatparam_state.publishing import files
-from flatparam_state.publishing.gathering import full_tensors, most_nbytes
-from flatparam_state.publishing.versions.catalogue import published_tensors
 
-from ..accounting import AllocatedBytes
-from ..models import CASES, Case, mlp
-from ..worlds import shard, shard_case
+from .beneath import CASES, AllocatedBytes, Case, mlp, shard, shard_case
 from .sample import assert_equal, expected
 
 HALF = torch.bfloat16

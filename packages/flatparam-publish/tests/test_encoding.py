@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatparam_state import PublishError
-from flatparam_state.publishing.versions.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
+from flatparam_publish import PublishError
+from flatparam_publish.versions.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
 
 DTYPES = [
     torch.bfloat16,

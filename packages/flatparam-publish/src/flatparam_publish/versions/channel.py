@@ -10,9 +10,9 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 import attrs
 from torch import Tensor
 
+from flatparam_publish.versions.catalogue import Catalogue
+from flatparam_publish.versions.slicing import Slicing
 from flatparam_runtime import Topology
-from flatparam_state.publishing.versions.catalogue import Catalogue
-from flatparam_state.publishing.versions.slicing import Slicing
 
 __all__ = [
     "Channel",

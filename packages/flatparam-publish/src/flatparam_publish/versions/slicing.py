@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flatparam_files import TensorInfo
-from flatparam_state.publishing.versions.catalogue import Catalogue, PublishedTensor
-from flatparam_state.publishing.versions.errors import PublishError
+from flatparam_publish.versions.catalogue import Catalogue, PublishedTensor
+from flatparam_publish.versions.errors import PublishError
 
 __all__ = ["Part", "Slicing"]
 

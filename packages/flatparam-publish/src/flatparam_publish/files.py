@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatparam_files import TensorFileWriter, TensorInfo
 from flatparam_files.formats import INDEX_FILE, SparseFile, appearing, check_new, divided, encode_index
-from flatparam_state.publishing.versions import Catalogue, PublishedTensor
+from flatparam_publish.versions import Catalogue, PublishedTensor
 
 __all__ = ["SafetensorsSink", "writing"]
 

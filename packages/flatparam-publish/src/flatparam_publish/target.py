@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_publish.versions import Catalogue, PublishedTensor, PublishError, bits_of
 from flatparam_runtime import units_in
-from flatparam_state.publishing.versions import Catalogue, PublishedTensor, PublishError, bits_of
 
 __all__ = ["DictTarget", "ModuleTarget", "Target", "Value"]
 

@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from flatparam_files import DTYPES, TensorInfo
 from flatparam_files.disk import parse_json, renamed
+from flatparam_publish.versions.errors import PublishError
 from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
-from flatparam_state.publishing.versions.errors import PublishError
 
 __all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
 

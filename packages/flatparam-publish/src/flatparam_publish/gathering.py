@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from flatparam_publish.versions import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
+from flatparam_state import Place
 from flatparam_state.checkpoint.model_tensors import ModelTensor
-from flatparam_state.places import Place
-from flatparam_state.publishing.versions import PublishedTensor
 
 __all__ = ["PUBLISH_NBYTES", "full_tensors", "most_nbytes"]
 

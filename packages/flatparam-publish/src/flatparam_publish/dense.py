@@ -8,12 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from flatparam_runtime import telling
-from flatparam_state.at_rest import bring_to_rest
-from flatparam_state.publishing.gathering import PUBLISH_NBYTES
-from flatparam_state.publishing.giving import Giving, Sink
-from flatparam_state.publishing.publisher import Publisher
-from flatparam_state.publishing.versions import (
+from flatparam_publish.gathering import PUBLISH_NBYTES
+from flatparam_publish.giving import Giving, Sink
+from flatparam_publish.publisher import Publisher
+from flatparam_publish.versions import (
     Catalogue,
     Channel,
     ReceiverNames,
@@ -21,6 +19,8 @@ from flatparam_state.publishing.versions import (
     all_or_error,
     published_tensors,
 )
+from flatparam_runtime import telling
+from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
 
 __all__ = ["Sink", "publish"]

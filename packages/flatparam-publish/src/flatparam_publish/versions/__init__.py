@@ -1,12 +1,12 @@
 """A version of the weights: its tensors and their parts, its bytes, and the channel that it goes through."""
 
-from flatparam_state.publishing.versions.catalogue import (
+from flatparam_publish.versions.catalogue import (
     Catalogue,
     PublishedTensor,
     ReceiverNames,
     published_tensors,
 )
-from flatparam_state.publishing.versions.channel import (
+from flatparam_publish.versions.channel import (
     Channel,
     Delivery,
     Frames,
@@ -17,7 +17,7 @@ from flatparam_state.publishing.versions.channel import (
     VersionId,
     identity_after,
 )
-from flatparam_state.publishing.versions.encoding import (
+from flatparam_publish.versions.encoding import (
     HEADER_NBYTES,
     Record,
     bits_of,
@@ -25,8 +25,8 @@ from flatparam_state.publishing.versions.encoding import (
     read_records,
     values,
 )
-from flatparam_state.publishing.versions.errors import PublishError, agree_to_publish, all_or_error
-from flatparam_state.publishing.versions.slicing import Part, Slicing
+from flatparam_publish.versions.errors import PublishError, agree_to_publish, all_or_error
+from flatparam_publish.versions.slicing import Part, Slicing
 
 __all__ = [
     "Catalogue",

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from flatparam_comm import SingleCollectives
 from flatparam_files.checkpoint.manifest.sealed import seal, unseal
-from flatparam_state import Mailbox, Publisher, PublishError, Receiver
+from flatparam_publish import Mailbox, Publisher, PublishError, Receiver
 
-from ..models import mlp
-from ..worlds import shard
+from .beneath import mlp, shard
 from .sample import assert_equal, change, expected
 
 

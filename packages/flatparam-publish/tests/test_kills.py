@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
-from flatparam_state import Mailbox, Publisher, Receiver
+from flatparam_publish import Mailbox, Publisher, Receiver
 from flatparam_state.checkpoint.model_tensors import model_tensors
 from flatparam_state.ranks import topology_of
 
-from ..checkpoint.small import KillAtCall, end_of, fork
-from ..worlds import shard
+from .beneath import KillAtCall, end_of, fork, shard
 from .sample import digest
 
 KILLS = int(os.environ.get("FLATPARAM_PUBLISH_KILLS", "5"))
