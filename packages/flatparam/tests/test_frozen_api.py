@@ -170,7 +170,8 @@ def api_of(module: str) -> dict[str, Any]:
         except ModuleNotFoundError as error:
             assert error.name in ADDONS, name
             assert f"pip install {error.name.replace('_', '-')}" in str(error)
-            found[name] = None
+            if package in ADDONS[error.name]:
+                found[name] = None
         else:
             if is_defined_in(package, name, value):
                 found[name] = as_frozen(value)
