@@ -133,7 +133,7 @@ def _sharded_by(library: str, model: nn.Sequential) -> nn.Module:
     if library == "FSDP2":
         from torch.distributed.fsdp import fully_shard
 
-        for block in (*model[1:], model):
+        for block in (*list(model)[1:], model):
             fully_shard(block)
         return model
     of = importlib.import_module("torch.distributed.fsdp" if library == "FSDP1" else "flatparam")
