@@ -12,6 +12,7 @@ _COMM: Final = "packages/flatparam-comm/tests"
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
 _STATE: Final = "packages/flatparam-state/tests"
 _LIFTED: Final = "integration_tests/lifted"
+_PUBLISH: Final = "packages/flatparam-publish/tests"
 _INTERFACE: Final = "packages/flatparam/tests"
 
 _GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
@@ -38,6 +39,10 @@ _STEP_COUNT: Final = (
     "torch puts RMSprop's count of steps on the default device, where no offloaded parameter is"
 )
 _FREED: Final = "on an accelerator streams would have to agree on memory that somebody has a view of, so it is freed, as in FSDP1"
+_READ_LATER: Final = (
+    "on an accelerator the ranks' comparison is read one pass later, and the test ends before"
+)
+_PRETENDS: Final = "it has the CPU pretend to run ahead, and the device does"
 _SPARSE: Final = "the simulated device has no sparse tensors"
 _WEAK_REFERENCES: Final = (
     "torch cannot take a parameter with weak references to a device that is none of its own list"
@@ -130,6 +135,38 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_INTERFACE}/test_state_dict.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_state_dict_type.py::test_the_default_is_fsdp1s": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_wrapper.py::test_parameter_names_are_fsdp1s": _FSDP1_ON_CPU,
+        f"{_COMM}/test_many_ranks.py::test_a_mismatch_of_many_ranks": _CPU_BY_NAME,
+        f"{_COMM}/test_many_ranks.py::test_many_different_ranks": _CPU_BY_NAME,
+        f"{_COMM}/test_transfer.py::test_a_host_that_runs_ahead": _PRETENDS,
+        f"{_COMM}/test_uneven.py::test_shards_of_different_lengths_are_gathered_and_summed": _BY_HAND,
+        f"{_STATE}/test_optimizer_misfits.py::test_a_tensor_that_cannot_be_copied": _SPARSE,
+        f"{_STATE}/test_optimizer_misfits.py::test_a_parameter_that_cannot_be_copied_on_one_rank": _SPARSE,
+        f"{_PUBLISH}/test_full_tensors.py::test_bytes_on_the_wire": _BY_HAND,
+        f"{_LIFTED}/test_clipping.py::test_l36_a_norm_that_is_not_finite": _DIVIDES_BEHIND,
+        f"{_INTERFACE}/observing/test_trace.py::test_the_line_is_the_formula": _BY_HAND,
+        f"{_INTERFACE}/test_deferred_init.py::test_buffers_of_a_unit_without_parameters": _CPU_BY_NAME,
+        f"{_INTERFACE}/test_environment_switches.py::test_fake_reduce": _BY_HAND,
+        f"{_INTERFACE}/test_load_pretrained.py::test_memory": "it counts memory of the host",
+        f"{_INTERFACE}/test_written_states.py::test_torchs_average_moves": (
+            "torch averages whole numbers by an operation that the device has for fractions alone"
+        ),
+        **{
+            f"{_INTERFACE}/test_nonfinite.py::test_a_bad_step_is_as_if_it_had_not_been[half_kept-{orig}]": (
+                "torch's optimizers step lists on an accelerator, and want gradients in the dtype of the parameters"
+            )
+            for orig in (True, False)
+        },
+        **{
+            f"{_INTERFACE}/test_ranks_compute_alike.py::{name}": _READ_LATER
+            for name in (
+                "test_an_optimizer_state_of_other_values_on_one_rank_is_told",
+                "test_averages_that_differ_by_rank_are_told",
+                "test_averages_on_one_rank_alone_are_told",
+                "test_torchs_clipping_to_another_norm_on_one_rank_is_told",
+                "test_another_scale_on_one_rank_is_told",
+                "test_groups_of_several_models",
+            )
+        },
     }
 )
 """By the name of a test, why it makes no sense on the device."""
