@@ -262,7 +262,6 @@ TWINS = (
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
     "packages/flatparam-optim/tests",
-    "packages/flatparam-plan/tests",
     "packages/flatparam-publish/tests",
     "--ignore=packages/flatparam-publish/tests/test_kills.py",
     "integration_tests/lifted",
