@@ -34,3 +34,16 @@ def test_what_lies_between_does_not_count(packages: list[str | None]) -> None:
     (found,) = caught
     assert (found.filename, found.lineno) == (__file__, line)
     assert (str(found.message), found.category) == ("said", FutureWarning)
+
+
+@pytest.mark.parametrize("package", ["torchtitan.train", "torch_training", "flatparamless"])
+def test_a_program_with_a_similar_name_is_the_program(package: str) -> None:
+    """The line of a package whose name only begins as torch's, or as ours, is the program's."""
+    deed = inside("flatparam.a", "def deed(*args): warn_caller('said')")
+    program = inside(package, "def deed(*args):\n    call(*args)")
+    program.__globals__["call"] = deed
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program()
+    (found,) = caught
+    assert (found.filename, found.lineno) == ("<string>", 2)

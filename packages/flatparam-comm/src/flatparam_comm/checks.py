@@ -99,7 +99,7 @@ def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
         and whole.numel() == size * part.numel()
         and whole.dim() == 1 == part.dim()
         and whole.device == part.device
-        # As `_lies_dense`, which a call would reach.
+        # What `_lies_dense` asks: to call it twice takes longer than to ask.
         and whole.layout is part.layout is torch.strided
         and whole.is_contiguous()
         and part.is_contiguous()

@@ -269,7 +269,7 @@ def untraced(function: Function, *, with_callees: bool = True) -> Function:
 def in_range(name: str | Callable[[], str], function: Callable[..., Result], *args: Any) -> Result:
     """Call `function(*args)`; a profile shows the call as `FullyShardedDataParallel.<name>`.
 
-    Without a profiler this costs nothing.
+    Without a profiler this costs nothing, and a function as `name`, which returns it, is not called.
 
     The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`, `_pre_forward_prefetch`, `_post_forward`,
     `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`, `_post_backward_hook_reshard_only`,

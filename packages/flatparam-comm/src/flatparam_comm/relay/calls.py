@@ -141,7 +141,7 @@ class GroupCalls:
         """
         if self._takes_care:
             self._look_around(site)
-        # As in `note`, which a call would reach.
+        # What `note` does, without a call of it for each collective.
         self.issued += 1
         ACTIVITY.issued += 1
         ACTIVITY.handled = id(sys.exc_info()[1])

@@ -128,9 +128,8 @@ class FlatExposure:
             FlatParamError: if the owner has registered something in the flat parameter's place; its values would be
                 ignored.
         """
-        owner, listed = self.owner(), self.flat_param if self._is_listed else None
-        # As `_is_replaced`, which a call would reach.
-        if owner is not None and owner._parameters.get(self.attribute) is not listed:
+        owner = self.owner()
+        if owner is not None and self._is_replaced(owner):
             raise FlatParamError(
                 f"rank {self.flat_param.rank}: the flat parameter {self.attribute!r} "
                 f"(of {', '.join(self.flat_param.flat_layout.fqns[:3])}) was replaced by another object after its "

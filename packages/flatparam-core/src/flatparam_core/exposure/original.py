@@ -212,6 +212,6 @@ class OriginalExposure:
             for parameter, gradient in zip(originals, gradients, strict=True):
                 add_to_grad(parameter, gradient)
             return
-        # As `add_to_grad`, which a call for each would reach.
+        # What `add_to_grad` does here, without a call for each parameter.
         for parameter, gradient in zip(originals, gradients, strict=True):
             parameter.grad = gradient

@@ -75,13 +75,7 @@ class Fingerprint:
                 self.note_step("zero_grad()", everywhere=True in self._dropped)
                 self._dropped.clear()
             self.reductions += 1
-        what = number * 4 + _KINDS[kind]
-        # As `_add`, which a call would reach.
-        self.value = ((self.value ^ what) * _MULTIPLIER + nbytes) & _MASK
-        if len(self._log) >= LOG_LENGTH.value:
-            del self._log[:]
-        self._log.extend((what, nbytes))
-        self.noted += 1
+        self._add(number * 4 + _KINDS[kind], nbytes)
 
     def note_drop(self, *, everywhere: bool = True) -> None:
         """Note that the gradients are dropped; how often, and when, does not matter until the next reduction."""
