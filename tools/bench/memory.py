@@ -23,7 +23,8 @@ from attrs import define, frozen
 _LINE: Final = re.compile(rb"C10 (?:alloc|deleted) \d+ bytes, total alloc (\d+) bytes")
 _INFO, _WARNING = 0, 1
 _SETTLING: Final = 0.25
-"""In seconds."""
+_BEFORE_THE_NEXT: Final = 0.005
+"""How long gloo's threads are given to drop what they hold: at the end, and after each collective. In seconds."""
 
 
 @frozen
@@ -47,13 +48,33 @@ class Allocator:
     def during(self, action: Callable[[], object]) -> Memory:
         """What was held while `action` ran."""
         gc.collect()  # cycles that are left of something else
-        with _lines() as lines:
+        with _lines() as lines, _threads_keeping_up():
             action()
             # gloo's threads drop the tensors of a collective that is over when they get to it.
             time.sleep(_SETTLING)
             torch.empty(0).untyped_storage().resize_(1)  # at least one line
         totals = [int(total) - self.base for total in _LINE.findall(lines[0])]
         return Memory(max(totals), totals[-1])
+
+
+@contextmanager
+def _threads_keeping_up() -> Iterator[None]:
+    """Inside, who waits for a collective goes on when gloo's thread has had time to drop the tensors.
+
+    Otherwise a peak would be by a buffer larger from run to run, whoever's step it is.
+    """
+    wait = torch.distributed.Work.wait
+
+    def wait_and_settle(work: torch.distributed.Work, *arguments: Any, **named: Any) -> Any:
+        result = wait(work, *arguments, **named)
+        time.sleep(_BEFORE_THE_NEXT)
+        return result
+
+    torch.distributed.Work.wait = wait_and_settle  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.distributed.Work.wait = wait  # type: ignore[method-assign]
 
 
 @contextmanager
