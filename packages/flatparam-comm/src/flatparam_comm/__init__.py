@@ -1,5 +1,6 @@
 """Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
 
+from flatparam_comm.addons import names_of
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import (
@@ -160,6 +161,7 @@ __all__ = [
     "handle_of",
     "engine_of",
     "memory_view",
+    "names_of",
     "owner_of",
     "process_group_of",
     "resolve_topology",

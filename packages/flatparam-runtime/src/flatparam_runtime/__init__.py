@@ -5,7 +5,6 @@ It shards a module by hooks, without a wrapper.
 
 from typing import TYPE_CHECKING
 
-from flatparam_runtime.addons import names_of
 from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_same_between_passes,
@@ -80,6 +79,7 @@ from flatparam_runtime.vocabulary import (
     clean_fqn,
     gradient_divisors,
     memory_view,
+    names_of,
     process_group_of,
     resolve_topology,
     telling,
@@ -161,6 +161,7 @@ __all__ = [
     "inspecting",
     "kind_of_optimizer",
     "memory_view",
+    "names_of",
     "newton_schulz_flops",
     "no_sync",
     "notice_failed_passes",
@@ -198,4 +199,4 @@ _MOVED = (
     "originals_in",
 )
 """The names that flatparam-optim has."""
-__getattr__ = names_of("flatparam_optim", _MOVED, __name__)
+__getattr__ = names_of({"flatparam_optim": _MOVED}, __name__)
