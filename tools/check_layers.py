@@ -24,10 +24,23 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` other packages may use, too: those of flatparam-files, and of state and the wrapper those that
-# are for add-ons; the wrapper's first two are public.
+# Modules whose `__all__` add-ons may use, too; all of flatparam-files is open, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-comm": (
+        "checks",
+        "collectives",
+        "errors",
+        "guarding",
+        "hosts",
+        "process_group.c10d",
+        "process_group.engine",
+        "process_group.exchanging",
+        "process_group.groups",
+        "rank_texts",
+        "sealed_memory",
+        "topology.transports",
+    ),
     "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
     "flatparam": (
         "api",
@@ -56,6 +69,7 @@ VOCABULARY: Final = "vocabulary"
 # The layers that promise names of add-ons, which they import under `if TYPE_CHECKING:` alone.
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
+    "flatparam-comm": ("flatparam-guard", "flatparam-onehost"),
     "flatparam-runtime": ("flatparam-optim",),
     "flatparam-state": ("flatparam-publish",),
 }
