@@ -41,6 +41,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "sealed_memory",
         "topology.transports",
     ),
+    "flatparam-runtime": ("optimizers.torch_optimizers",),
     "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
     "flatparam": (
         "api",

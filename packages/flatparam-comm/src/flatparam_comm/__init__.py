@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flatparam_comm.addons import names_of
+from flatparam_comm.addons import module_behind, names_of
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import (
@@ -176,6 +176,7 @@ __all__ = [
     "handle_of",
     "engine_of",
     "memory_view",
+    "module_behind",
     "names_of",
     "owner_of",
     "process_group_of",

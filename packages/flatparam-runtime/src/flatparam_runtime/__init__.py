@@ -17,6 +17,7 @@ from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers import (
     COUNTERS,
     OptimizerKind,
+    StepPreparation,
     allow_shards,
     clip_grad_norm_,
     clip_gradients_,
@@ -24,9 +25,6 @@ from flatparam_runtime.optimizers import (
     note_step_of,
     notice_optimizers,
     part_states_of,
-    set_flat_steps,
-    step_in_segments,
-    tensors_stepped,
 )
 from flatparam_runtime.passes import (
     ROOT_NAME,
@@ -95,6 +93,9 @@ if TYPE_CHECKING:
         follow_gradients,
         newton_schulz_flops,
         originals_in,
+        set_flat_steps,
+        step_in_segments,
+        tensors_stepped,
     )
 
 __version__ = "0.1.0"
@@ -102,6 +103,7 @@ __version__ = "0.1.0"
 __all__ = [
     "COUNTERS",
     "OptimizerKind",
+    "StepPreparation",
     "Threshold",
     "all_thresholds",
     "warn_caller",
@@ -197,6 +199,9 @@ _MOVED = (
     "follow_gradients",
     "newton_schulz_flops",
     "originals_in",
+    "set_flat_steps",
+    "step_in_segments",
+    "tensors_stepped",
 )
 """The names that flatparam-optim has."""
 __getattr__ = names_of({"flatparam_optim": _MOVED}, __name__)

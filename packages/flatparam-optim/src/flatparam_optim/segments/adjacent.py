@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from flatparam_comm import FlatParamHandle, owner_of
-from flatparam_runtime.optimizers.joined import JoinedSegment
-from flatparam_runtime.optimizers.segment import DTYPES, STEP_NUMEL, State, is_like
+from flatparam_optim.segments.joined import JoinedSegment
+from flatparam_optim.segments.segment import DTYPES, STEP_NUMEL, State, is_like
 
 __all__ = ["join_adjacent"]
 

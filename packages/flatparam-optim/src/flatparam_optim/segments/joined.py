@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_runtime.optimizers.segment import State, SteppedTensor
+from flatparam_optim.segments.segment import State, SteppedTensor
 
 __all__ = ["JoinedSegment", "JoinedView", "ScalarState"]
 

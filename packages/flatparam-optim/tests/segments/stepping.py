@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import units_in
 
-from ..worlds import full_parameters, mean_gradients, seeded, sharded
+from .beneath import full_parameters, mean_gradients, seeded, sharded
 
 HERE = SingleCollectives()
 STEPS = 3

@@ -11,11 +11,11 @@ import torch
 from torch import nn, optim
 
 from flatparam_comm import Collectives
-from flatparam_runtime import set_flat_steps, tensors_stepped
-from flatparam_runtime.optimizers.divided import THREAD_GRAIN, can_be_divided
-from flatparam_runtime.optimizers.segment import STEP_NUMEL
+from flatparam_optim import set_flat_steps, tensors_stepped
+from flatparam_optim.segments.divided import THREAD_GRAIN, can_be_divided
+from flatparam_optim.segments.segment import STEP_NUMEL
 
-from ..worlds import check_same, full_parameters, run, seeded
+from .beneath import check_same, full_parameters, run, seeded
 from .stepping import (
     HERE,
     KINDS,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import FlatParameter, Threshold, owner_of
-from flatparam_runtime.optimizers.segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like
+from flatparam_optim.segments.segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like
 
 __all__ = ["DividedSegment", "can_be_divided", "is_long"]
 

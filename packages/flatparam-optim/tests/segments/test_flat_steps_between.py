@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from flatparam_runtime import summon_full_params, tensors_stepped
+from flatparam_optim import tensors_stepped
+from flatparam_runtime import summon_full_params
 
 from .stepping import assert_clean, assert_same_training, inputs, pair, trained
 

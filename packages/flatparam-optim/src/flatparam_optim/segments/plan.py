@@ -8,6 +8,7 @@ under way. So the optimizer's groups, state and hooks are what they always were,
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from flatparam_comm import owner_of, streams_of
-from flatparam_runtime.optimizers.adjacent import join_adjacent
-from flatparam_runtime.optimizers.divided import DividedSegment, can_be_divided, is_long
-from flatparam_runtime.optimizers.segment import Segment, State, SteppedTensor
-from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS, may_have_segments
+from flatparam_optim.segments.adjacent import join_adjacent
+from flatparam_optim.segments.divided import DividedSegment, can_be_divided, is_long
+from flatparam_optim.segments.segment import Segment, State, SteppedTensor
+from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS
 
 __all__ = ["SegmentPlan", "SegmentStepper"]
 
@@ -46,7 +47,7 @@ class SegmentStepper:
         optimizer = self._optimizer()
         assert optimizer is not None, "it calls its own method"
         rest = group
-        if may_have_segments(group) and not torch.compiler.is_compiling():
+        if _may_have_segments(group) and not torch.compiler.is_compiling():
             tensors, others = self._divide(optimizer, group)
             if tensors:
                 self.count += _step(optimizer, group, tensors)
@@ -163,3 +164,21 @@ def _step(optimizer: optim.Optimizer, group: Mapping[str, Any], tensors: _Tensor
         for segment, some in tensors:
             segment.settle(some, optimizer.state)
     return len(every)
+
+
+def _may_have_segments(group: Mapping[str, Any]) -> bool:
+    """Whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
+
+    The padding between parameters has to stay zero, as its gradient is. It does with all these optimizers if no number
+    is infinite and none divides by zero. The fused kernels of the CPU do not round the last elements of a tensor as the
+    others. Tensors as hyper-parameters, and steps that are differentiated, are left to the optimizer too.
+    """
+    if group.get("differentiable", False):
+        return False
+    if group.get("fused", False) and any(parameter.device.type == "cpu" for parameter in group["params"]):
+        return False
+    for value in group.values():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, Tensor) or (isinstance(number, float) and not math.isfinite(number)):
+                return False
+    return bool(group.get("eps", 1.0) >= torch.finfo(torch.float32).smallest_normal)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from flatparam_comm import Collectives, SingleCollectives
-from flatparam_runtime import no_sync, set_flat_steps, tensors_stepped
-from flatparam_runtime.optimizers.adjacent import join_adjacent
+from flatparam_optim import set_flat_steps, tensors_stepped
+from flatparam_optim.segments.adjacent import join_adjacent
+from flatparam_runtime import no_sync
 
-from ..models import Branches, Stack, batch
-from ..worlds import check_same, full_parameters, mean_gradients, run, seeded, sharded
+from .beneath import Branches, Stack, batch, check_same, full_parameters, mean_gradients, run, seeded, sharded
 
 BLOCKS = ["blocks.0", "blocks.1"]
 SIDES = ["left", "right"]

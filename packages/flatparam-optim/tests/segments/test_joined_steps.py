@@ -11,9 +11,10 @@ import torch
 from torch import nn, optim
 
 from flatparam_comm import Collectives
-from flatparam_runtime import set_flat_steps, tensors_stepped, unit_of
+from flatparam_optim import set_flat_steps, tensors_stepped
+from flatparam_runtime import unit_of
 
-from ..worlds import check_same, full_parameters, run, seeded
+from .beneath import check_same, full_parameters, run, seeded
 from .stepping import (
     KINDS,
     STEPS,
