@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from integration_tests.simulated.log import Kind, Record
+from flatparam_simdev.log import Kind, Record
+from flatparam_simdev.races import Finding, find_races
 from integration_tests.simulated.models import WIDTH, WIDTHS, Block, Chain, Matrix, Model, batch
-from integration_tests.simulated.races import Finding, find_races
 from integration_tests.simulated.waits import Wait, watched
 from integration_tests.simulated.worlds import World
 

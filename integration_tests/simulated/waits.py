@@ -37,7 +37,7 @@ class Wait:
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[str, Wait]]]:
     """What the host waits for inside, while there is a log: the phase that was marked last, and the wait."""
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     found: list[tuple[str, Wait]] = []
     device.on_wait_of_host(lambda what: found.append((device.phase(), Wait(what, _place()))))

@@ -17,6 +17,7 @@ __all__ = [
     "RankError",
     "RemoteFailure",
     "WorldTimeout",
+    "cause_among",
 ]
 
 
