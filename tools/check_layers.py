@@ -24,12 +24,25 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` others may use, too: the errors of comm, the worlds of simdev, those of flatparam-files,
-# and of state and the wrapper those that are for add-ons; the wrapper's first two are public.
+# Modules whose `__all__` add-ons and tools may use, too; all of flatparam-files is open, comm may use the worlds of
+# simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
-    "flatparam-comm": ("errors",),
     "flatparam-simdev": ("worlds",),
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-comm": (
+        "checks",
+        "collectives",
+        "errors",
+        "guarding",
+        "hosts",
+        "process_group.c10d",
+        "process_group.engine",
+        "process_group.exchanging",
+        "process_group.groups",
+        "rank_texts",
+        "sealed_memory",
+        "topology.transports",
+    ),
     "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
     "flatparam": (
         "api",
@@ -58,7 +71,7 @@ VOCABULARY: Final = "vocabulary"
 # The layers that promise names of add-ons or tools, which they import under `if TYPE_CHECKING:` alone.
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
-    "flatparam-comm": ("flatparam-simdev",),
+    "flatparam-comm": ("flatparam-guard", "flatparam-onehost", "flatparam-simdev"),
     "flatparam-runtime": ("flatparam-optim",),
     "flatparam-state": ("flatparam-publish",),
 }

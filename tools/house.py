@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TOOLS", "beneath", "tested_with"]
+__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "TOOLS", "beneath", "tested_with"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
 #: `flatparam-files` is there for what will be an add-on, too: the contracts in pyproject.toml name these modules.
@@ -27,6 +27,8 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
+    "flatparam-guard": ("flatparam-comm",),
+    "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
     "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
@@ -34,6 +36,11 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
 #: What each tool may import. Tools are for tests, ours and others': no package needs one to run.
 TOOLS: Final[dict[str, tuple[str, ...]]] = {"flatparam-simdev": ("flatparam-comm",)}
 PACKAGES: Final = {**LAYERS, **ADDONS, **TOOLS}
+#: The packages that the tests of a package use besides, and name in its extra `test`; they name tools, too.
+TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-guard": ("flatparam-onehost",),
+    "flatparam-onehost": ("flatparam-guard",),
+}
 
 
 def beneath(name: str) -> tuple[str, ...]:
@@ -45,7 +52,7 @@ def beneath(name: str) -> tuple[str, ...]:
 
 
 def tested_with(name: str) -> tuple[str, ...]:
-    """Return what must be installed for the tests of `name`, lowest first: it, what is beneath it, and the tools."""
-    needed = {name, *beneath(name)}
+    """Return what must be installed for the tests of `name`, lowest first: with what is beneath it, and tools."""
+    needed = {name, *beneath(name), *TESTED_WITH.get(name, ())}
     needed.update(tool for tool in TOOLS if needed.issuperset(beneath(tool)))
     return tuple(other for other in PACKAGES if other in needed)

@@ -25,11 +25,13 @@ class Budget:
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_300, 4_500),
-    "flatparam-comm": Budget(10_150, 5_500),
+    "flatparam-comm": Budget(6_150, 5_500),
     "flatparam-runtime": Budget(7_600, 5_500),
     "flatparam-state": Budget(8_150, 4_700),
     "flatparam": Budget(11_450, 6_000),
     "flatparam-files": Budget(9_300, 8_000),
+    "flatparam-guard": Budget(3_200, 8_000),
+    "flatparam-onehost": Budget(1_300, 8_000),
     "flatparam-optim": Budget(2_450, 8_000),
     "flatparam-plan": Budget(7_650, 8_000),
     "flatparam-publish": Budget(2_700, 8_000),

@@ -1,4 +1,4 @@
-"""Names that a package promises and an add-on, or a tool, has: each is imported when it is first asked for."""
+"""What add-ons have: names that a package promises, and modules behind seams, each imported when asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
-__all__ = ["names_of"]
+__all__ = ["module_behind", "names_of"]
 
 
 def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[str], Any]:
@@ -37,3 +38,16 @@ def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[st
         return value
 
     return get
+
+
+def module_behind(seam: str, name: str, ours: str) -> Any:
+    """Return the module behind a seam, imported; None if none is installed.
+
+    Args:
+        seam: the group of entry points, as `flatparam.guard`.
+        name: the name of the entry point in it.
+        ours: the module that is taken if there is no such entry point, as in a checkout.
+    """
+    for point in entry_points(group=seam, name=name):
+        return point.load()
+    return None if importlib.util.find_spec(ours) is None else importlib.import_module(ours)

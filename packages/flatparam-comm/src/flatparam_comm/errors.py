@@ -18,6 +18,8 @@ __all__ = [
     "RemoteFailure",
     "WorldTimeout",
     "cause_among",
+    "describe_call",
+    "told_steps",
 ]
 
 

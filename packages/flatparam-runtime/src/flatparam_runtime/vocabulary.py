@@ -19,7 +19,6 @@ from flatparam_comm import (
     ParamSpec,
     SingleCollectives,
     Span,
-    Survivors,
     Threshold,
     Topology,
     all_thresholds,
@@ -30,6 +29,7 @@ from flatparam_comm import (
     names_of,
     process_group_of,
     resolve_topology,
+    survivors_of,
     telling,
     warn_caller,
 )
@@ -48,7 +48,6 @@ __all__ = [
     "ParamSpec",
     "SingleCollectives",
     "Span",
-    "Survivors",
     "Threshold",
     "Topology",
     "all_thresholds",
@@ -60,5 +59,6 @@ __all__ = [
     "names_of",
     "process_group_of",
     "resolve_topology",
+    "survivors_of",
     "telling",
 ]
