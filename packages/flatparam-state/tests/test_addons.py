@@ -16,7 +16,7 @@ def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError) as caught:
         getattr(flatparam_state, name)
     assert str(caught.value) == (
-        f"flatparam_state.{name}: expected the add-on flatparam-publish, which is not installed: "
+        f"flatparam_state.{name}: expected the package flatparam-publish, which is not installed: "
         "pip install flatparam-publish"
     )
     assert caught.value.name == "flatparam_publish"

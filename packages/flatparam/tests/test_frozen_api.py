@@ -40,8 +40,9 @@ ADDONS: Final = {
     "flatparam_optim": ("flatparam", "flatparam_runtime"),
     "flatparam_plan": ("flatparam",),
     "flatparam_publish": ("flatparam_state",),
+    "flatparam_simdev": ("flatparam_comm",),
 }
-"""The packages that promise the names of an add-on as theirs, by the add-on."""
+"""The packages that promise the names of an add-on, or of a tool, as theirs, by that."""
 OPERATORS: Final = (
     "__call__",
     "__contains__",

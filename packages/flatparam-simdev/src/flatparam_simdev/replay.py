@@ -16,7 +16,7 @@ from typing import Final
 
 import attrs
 
-from integration_tests.simulated.log import Kind, Record
+from flatparam_simdev.log import Kind, Record
 
 Cost = Callable[[Record], float]
 """How long something of a stream takes."""
@@ -44,14 +44,14 @@ class Costs:
     message_nbytes: int = 256
 
     def __call__(self, record: Record) -> float:
-        """See `Cost`."""
+        """Return how long something of a stream takes."""
         if record.kind is Kind.KERNEL:
             return self.product if record.name.startswith(_PRODUCTS) else self.kernel
         return self.message if record.extra <= self.message_nbytes else self.communication
 
 
 def from_table(costs: Mapping[str, float], otherwise: float) -> Cost:
-    """Costs by the names of operators and collectives."""
+    """Return costs by the names of operators and collectives."""
     return lambda record: costs.get(record.name, otherwise)
 
 
@@ -66,18 +66,18 @@ class Task:
 
     @property
     def cost(self) -> float:
-        """How long it takes."""
+        """Return how long it takes."""
         return self.end - self.begin
 
     @property
     def computes(self) -> bool:
-        """Whether it is a kernel, and not communication."""
+        """Return whether it is a kernel, and not communication."""
         return self.record.kind is Kind.KERNEL
 
 
 @attrs.frozen
 class HostWait:
-    """The host stands still."""
+    """A time in which the host stands still."""
 
     name: str
     phase: str
@@ -87,7 +87,7 @@ class HostWait:
 
 @attrs.frozen
 class Communication:
-    """Of all the time that communication takes, how much is hidden: something is computed meanwhile."""
+    """The time that communication takes, and how much of it is hidden: something is computed meanwhile."""
 
     total: float
     hidden: float
@@ -95,7 +95,7 @@ class Communication:
 
 @attrs.frozen
 class Step:
-    """What a replay says of one step.
+    """The figures of one step.
 
     Attributes:
         length: from the end of the step before it to its own end.
@@ -119,14 +119,14 @@ class Step:
     peak_of_pools_nbytes: int
 
     def communication_in(self, word: str) -> Communication:
-        """That of all phases whose names have this word."""
+        """Return that of all phases whose names have this word."""
         chosen = [each for phase, each in self.communication.items() if word in phase.split()]
         return Communication(sum(each.total for each in chosen), sum(each.hidden for each in chosen))
 
 
 @attrs.define(eq=False)
 class _Memory:
-    """What the caching allocator holds, pool by pool, as the host goes on."""
+    """The memory that the caching allocator holds, pool by pool, as the host goes on."""
 
     pools: collections.Counter[int] = attrs.field(factory=collections.Counter)
     sizes: dict[int, int] = attrs.field(factory=dict)
@@ -161,7 +161,7 @@ class Replay:
     """After each allocation: the phase, and the bytes of each pool."""
 
     def step(self, name: str) -> Step:
-        """Of the phases whose names begin so ("step 2"): their sums."""
+        """Return the sums of the phases whose names begin so ("step 2")."""
         tasks = [task for task in self.tasks if task.phase.startswith(name)]
         phases = list(dict.fromkeys(task.phase for task in tasks))
         before = [task.end for task in self.tasks[: self.tasks.index(tasks[0])]]
@@ -224,7 +224,7 @@ def _awaited(record: Record, lanes: Mapping[int, float], events: Mapping[tuple[i
 def _communication(
     tasks: Iterable[Task], phase: str, computed: Sequence[tuple[float, float]]
 ) -> Communication:
-    """That of a phase, of which is hidden what overlaps with the intervals in which something is computed."""
+    """Return that of a phase, of which is hidden what overlaps with the intervals in which something is computed."""
     own = [task for task in tasks if task.phase == phase and not task.computes]
     hidden = 0.0
     for task in own:
@@ -258,7 +258,7 @@ def _sum_of_peaks(pools: Iterable[Mapping[int, int]]) -> int:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points as intervals that do not meet, in order."""
+    """Return the same points as intervals that do not meet, in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -287,7 +287,7 @@ _TOP: Final = 54.0
 
 
 def draw(schedule: Replay, step: str, title: str, *, least: float = 0.0) -> str:
-    """A picture of a step as the text of an SVG: one lane per stream, and one for when the host stands still.
+    """Return a picture of a step as the text of an SVG: a lane per stream, and one for when the host stands still.
 
     What would be narrower than `least` points is left out.
     """
@@ -334,7 +334,7 @@ def _colour_of(task: Task) -> str:
 
 
 def _busy_with(tasks: Iterable[Task], stream: int) -> str:
-    """What a lane is for, in a word."""
+    """Return the word for what a lane is for."""
     costs: dict[str, float] = collections.defaultdict(float)
     for task in tasks:
         if task.record.stream == stream:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integration_tests.simulated.log import Kind
-from integration_tests.simulated.races import find_races
-from integration_tests.simulated.worlds import World
+from flatparam_simdev.log import Kind
+from flatparam_simdev.races import find_races
+from flatparam_simdev.worlds import World
 
 Facts = dict[str, Any]
 
@@ -127,7 +127,7 @@ def copies_of_lists(device: torch.device) -> Facts:
 
 def reads_by_the_host(device: torch.device) -> list[str]:
     """What the checker says when Python reads pinned memory by each of its ways."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     ways: list[Callable[[Tensor], Any]] = [
         lambda tensor: tensor.tolist(),
@@ -169,7 +169,7 @@ def streams(device: torch.device) -> Facts:
 
 def autograd(device: torch.device) -> Facts:
     """On which stream and in which thread a backward pass runs whose forward pass ran on a stream of its own."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     weight: Any = torch.ones(3, device=device, requires_grad=True)
     side = torch.Stream(device=device)
@@ -278,7 +278,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def _findings(world: World, *, wait: bool) -> list[str]:
     """What the checker says when a gathered tensor is read with and without waiting for the gather."""
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     c10d: Any = dist
     whole, part = torch.zeros(2, device=world.device), torch.ones(1, device=world.device)

@@ -1,4 +1,4 @@
-"""What the simulated device has written down: a list of records, in the order in which the host called it."""
+"""The log that the simulated device writes: a list of records, in the order in which the host called it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST: Final = -1
 
 
 class Kind(enum.IntEnum):
-    """What a record tells of. accelerator.cpp has the same numbers."""
+    """The kind of thing that a record tells of. accelerator.cpp has the same numbers."""
 
     KERNEL = 0
     COLLECTIVE = 1
@@ -37,12 +37,12 @@ class Kind(enum.IntEnum):
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a stream of the device does it, while the host goes on."""
+        """Return whether a stream of the device does it, while the host goes on."""
         return self <= Kind.TO_DEVICE
 
     @property
     def is_wait_of_host(self) -> bool:
-        """Whether the host stands still until the device has come so far."""
+        """Return whether the host stands still until the device has come so far."""
         return self in (Kind.SYNC_STREAM, Kind.SYNC_EVENT, Kind.SYNC_DEVICE)
 
 
@@ -78,7 +78,7 @@ class Record:
 
 
 def from_tuples(tuples: Iterable[tuple[Any, ...]]) -> list[Record]:
-    """The records that the device gives, as objects."""
+    """Return the records that the device gives, as objects."""
     return [
         Record(Kind(kind), stream, name, tuple(Access(*access) for access in accesses), *rest)
         for kind, stream, name, accesses, *rest in tuples

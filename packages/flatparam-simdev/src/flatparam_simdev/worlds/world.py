@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from flatparam_comm.errors import RankDied, RankError, WorldTimeout
-from flatparam_comm.processes.child import STACKS_SIGNAL, ChildPlan, Report, run_child
-from flatparam_comm.processes.function import FunctionReference
+from flatparam_comm import RankDied, RankError, WorldTimeout
+from flatparam_simdev.worlds.child import STACKS_SIGNAL, ChildPlan, Report, run_child
+from flatparam_simdev.worlds.function import FunctionReference
 
 __all__ = ["run_processes"]
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _GRACE_SECONDS = 5.0
 
 #: The modules that the server imports, so that no rank has to: this package, torch, and what test modules often need.
-_PRELOADED = ("torch", "torch.distributed", "flatparam_comm.processes.child")
+_PRELOADED = ("torch", "torch.distributed", "flatparam_simdev.worlds.child")
 _PRELOADED_IF_USED = ("pytest",)
 
 #: Seconds for a rank to write down its stacks.

@@ -17,10 +17,10 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from flatparam_comm.errors import CollectiveError, cause_among
+from flatparam_comm import CollectiveError, ProcessGroupCollectives
+from flatparam_comm.errors import cause_among
 from flatparam_comm.guarding import tell_failure
-from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.processes.function import FunctionReference
+from flatparam_simdev.worlds.function import FunctionReference
 
 __all__ = ["STACKS_SIGNAL", "ChildPlan", "Report", "run_child"]
 

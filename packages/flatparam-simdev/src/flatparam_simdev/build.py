@@ -17,18 +17,24 @@ from typing import Final
 
 import torch
 
+__all__ = ["CannotBuild", "built", "why_not"]
+
 MODULE: Final = "_simulated_accelerator"
 SOURCE: Final = Path(__file__).with_name("accelerator.cpp")
 INCLUDED: Final = Path(__file__).with_name("capture.h")
-FOLDER: Final = Path(__file__).resolve().parents[2] / "build" / "simulated"
+FOLDER: Final = Path(
+    os.environ.get("FLATPARAM_SIMDEV_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flatparam-simdev")
+)
+"""The folder of compiled modules: one for each torch, each Python and each state of the source."""
 
 
 class CannotBuild(Exception):
-    """There is no simulated device on this machine, and the message says why."""
+    """Raised where there is no simulated device on this machine; the message says why."""
 
 
 def built() -> Path:
-    """The folder that the compiled module is in; compiles it if need be, which takes a minute or two.
+    """Return the folder that the compiled module is in; compile it if need be, which takes a minute or two.
 
     Of several processes that ask at once, one compiles, and the others wait for it.
 
@@ -46,7 +52,10 @@ def built() -> Path:
 
 
 def why_not() -> str:
-    """Why there is no simulated device on this machine; empty where there is one."""
+    """Return why there is no simulated device on this machine; empty where there is one.
+
+    It compiles the device if need be.
+    """
     try:
         built()
     except CannotBuild as reason:
@@ -55,7 +64,7 @@ def why_not() -> str:
 
 
 def _version() -> str:
-    """What the compiled module depends on, as the name of a folder."""
+    """Return what the compiled module depends on, as the name of a folder."""
     source = hashlib.sha256(SOURCE.read_bytes() + INCLUDED.read_bytes()).hexdigest()[:12]
     return f"torch-{torch.__version__}-python-{platform.python_version()}-{source}"
 

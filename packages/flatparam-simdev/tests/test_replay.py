@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from integration_tests.simulated.log import Kind
-from integration_tests.simulated.replay import Communication, Costs, draw, from_table, replay
-from integration_tests.simulated.writing import NBYTES, Writer
+from flatparam_simdev.log import Kind
+from flatparam_simdev.replay import Communication, Costs, draw, from_table, replay
+
+from .writing import NBYTES, Writer
 
 TEN = from_table({}, otherwise=10.0)
 

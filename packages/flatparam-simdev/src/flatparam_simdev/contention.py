@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 import attrs
 
-from integration_tests.simulated.log import Kind, Record
-from integration_tests.simulated.replay import Cost, Replay, Task
+from flatparam_simdev.log import Kind, Record
+from flatparam_simdev.replay import Cost, Replay, Task
 
 
 @attrs.define(eq=False)
@@ -33,7 +33,7 @@ class _Queued:
     may_begin: float = 0.0
     """When it is ready, as far as is known."""
     waiting: list[int] = attrs.field(factory=list)
-    """What waits for it."""
+    """The places in the queue of those that wait for it."""
     begin: float = -1.0
     end: float = -1.0
 
@@ -64,7 +64,7 @@ class _Device:
                 self._let(number)
 
     def _let(self, number: int) -> None:
-        """It may run."""
+        """Let it run."""
         each = self.queue[number]
         if each.record.kind is Kind.KERNEL:
             heapq.heappush(self.ready, (each.priority, self.now, number))
@@ -74,7 +74,7 @@ class _Device:
         each.left = 0.0
 
     def _start(self, number: int) -> None:
-        """A wave of a kernel runs."""
+        """Run a wave of a kernel."""
         each = self.queue[number]
         if each.begin < 0:
             each.begin = self.now
@@ -116,7 +116,7 @@ def contended(log: Iterable[Record], cost: Cost, *, wave: float, latency: float)
 
 
 def _queue(log: Iterable[Record], cost: Cost) -> list[_Queued]:
-    """What the streams have to do, in the order in which the host has queued it, and what each waits for."""
+    """Return what the streams have to do, in the order in which the host has queued it, and what each waits for."""
     queue: list[_Queued] = []
     before: collections.defaultdict[int, set[int]] = collections.defaultdict(set)  # for each stream
     events: dict[tuple[int, int], set[int]] = {}

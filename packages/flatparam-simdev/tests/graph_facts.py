@@ -1,30 +1,18 @@
-"""What programs see of graphs. Each function runs on one rank and returns what test_graphs.py looks at."""
+"""What programs see of graphs. Each function runs on one rank and returns what test_capture.py looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from integration_tests.simulated.device_facts import error_of
-from integration_tests.simulated.programs import Outcome, Program, run
-from integration_tests.simulated.worlds import World
+from flatparam_simdev.worlds import World
+
+from .device_facts import error_of
 
 Facts = dict[str, Any]
-
-
-def attempt(world: World, programs: Sequence[Program]) -> list[Outcome | str]:
-    """Run each; where all ranks raise, what."""
-    return [_attempt(world, program) for program in programs]
-
-
-def _attempt(world: World, program: Program) -> Outcome | str:
-    try:
-        return run(world, [program])[0]
-    except RuntimeError as error:
-        return str(error)
 
 
 def of_one(world: World) -> Facts:
@@ -35,7 +23,7 @@ def of_one(world: World) -> Facts:
 
 def replays(device: torch.device) -> Facts:
     """A buffer that becomes its double and one, captured and replayed twice."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     numbers, graph = torch.ones(2, device=device), simulated.Graph()
     with simulated.capture(graph):
@@ -49,7 +37,7 @@ def replays(device: torch.device) -> Facts:
 
 def numbers_of_the_host(device: torch.device) -> list[float]:
     """What is added is a number of the host that changes after the capture."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     numbers, graph, added = torch.ones(2, device=device), simulated.Graph(), torch.tensor(2.0)
     with simulated.capture(graph):
@@ -76,7 +64,7 @@ REFUSED: Final[dict[str, Callable[[Tensor], Any]]] = {
 
 def refused(device: torch.device) -> dict[str, tuple[str, list[float]]]:
     """Of each, what is raised in a capture that has changed a buffer, and what is in the buffer then."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     found = {}
     for name, call in REFUSED.items():
@@ -93,7 +81,7 @@ def refused(device: torch.device) -> dict[str, tuple[str, list[float]]]:
 
 def streams(device: torch.device) -> Facts:
     """Work on another stream, forked and joined as it should be, and otherwise."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     side = torch.Stream(device=device)
     numbers, graph = torch.ones(2, device=device), simulated.Graph()
@@ -123,7 +111,7 @@ def streams(device: torch.device) -> Facts:
 
 def memory(device: torch.device) -> Facts:
     """What is allocated by a capture; what a replay says whose input is gone; and what is left after the graph."""
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     module: Any = torch.get_device_module(device)
     output, graph = torch.ones(1000, device=device), simulated.Graph()

@@ -22,7 +22,7 @@ from typing import Final, final
 
 import attrs
 
-from integration_tests.simulated.log import HOST, Access, Kind, Record
+from flatparam_simdev.log import HOST, Access, Kind, Record
 
 Clock = dict[int, int]
 
@@ -45,7 +45,7 @@ class Use:
         )
 
     def is_before(self, clock: Mapping[int, int]) -> bool:
-        """Whether whoever has this clock comes after it."""
+        """Return whether whoever has this clock comes after it."""
         return clock.get(self.agent, 0) >= self.tick
 
 
@@ -79,7 +79,7 @@ class Finding:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Findings of one kind are reported once."""
+        """Return what findings have in common of which one is reported."""
         one, two = self.earlier, self.later
         return (self.rule, self.memory, one.name, str(one.agent), two.name, str(two.agent), two.phase)
 
@@ -102,6 +102,7 @@ class Checker:
     """Reads a log from its beginning to its end."""
 
     def __init__(self) -> None:
+        """Begin with no streams, no events and no memory."""
         self._clocks: dict[int, Clock] = {HOST: {}}
         self._events: dict[tuple[int, int], Clock] = {}
         self._blocks: dict[int, _Block] = {}
@@ -112,7 +113,7 @@ class Checker:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far."""
+        """Return what was found so far."""
         return list(self._found.values())
 
     def read(self, record: Record) -> None:
@@ -148,8 +149,11 @@ class Checker:
             _join(self._clocks[HOST], self._clocks[agent])
 
     def _event(self, record: Record) -> Clock:
-        """What an event is after; nothing where it was recorded before the log began."""
+        """Return what an event is after; nothing where it was recorded before the log began."""
         return self._events.get((record.subject, record.extra), {})
+
+    def _ignore(self, record: Record) -> None:
+        """Do nothing: a priority orders nothing."""
 
     def _mark(self, record: Record) -> None:
         self._phase = record.name
@@ -225,12 +229,12 @@ _HANDLERS: Final = {
     Kind.QUERY: Checker._query,
     Kind.RECORD_STREAM: Checker._record_stream,
     Kind.MARK: Checker._mark,
-    Kind.PRIORITY: lambda checker, record: None,  # it orders nothing
+    Kind.PRIORITY: Checker._ignore,
 }
 
 
 def find_races(log: Iterable[Record]) -> list[Finding]:
-    """All findings in a log, each kind once, in the order in which they were found."""
+    """Return all findings in a log, each kind once, in the order in which they were found."""
     checker = Checker()
     for record in log:
         checker.read(record)

@@ -1,7 +1,7 @@
 """Register the simulated device with torch, under the name "simulated", and its process groups.
 
-To import this module is to register the device, which is final for the process; so only the processes of a world do
-(see worlds.py), and never the one that runs the tests.
+To import this module is to register the device, which is final for the process; so it is for programs, for the
+processes of a world (`flatparam_simdev.worlds`) and for a run of pytest with `flatparam_simdev.plugin`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integration_tests.simulated import log
-from integration_tests.simulated.groups import Group
-from integration_tests.simulated.native import ACCELERATOR, NAME
+from flatparam_simdev import log
+from flatparam_simdev.groups import Group
+from flatparam_simdev.native import ACCELERATOR, NAME
+
+__all__ = [
+    "DEVICE",
+    "Graph",
+    "behaving",
+    "capture",
+    "mark",
+    "on_wait_of_host",
+    "phase",
+    "start_log",
+    "stop_log",
+]
 
 # What is seen of the device
 
@@ -29,7 +41,7 @@ def start_log() -> None:
 
 
 def stop_log() -> list[log.Record]:
-    """Write down no more; returns what was."""
+    """Write down no more; return what was."""
     ACCELERATOR.stop_log()
     return log.from_tuples(ACCELERATOR.records())
 
@@ -38,25 +50,25 @@ _phase = "the beginning"
 
 
 def mark(name: str) -> None:
-    """What follows in the log belongs to this phase of the program."""
+    """Begin a phase of the program, to which belongs what follows in the log."""
     global _phase
     _phase = name
     ACCELERATOR.mark(name)
 
 
 def phase() -> str:
-    """The phase that was marked last."""
+    """Return the phase that was marked last."""
     return _phase
 
 
 def on_wait_of_host(call: Callable[[str], None] | None) -> None:
-    """While there is a log, call this with what the host is about to wait for; `None` ends it."""
+    """Have this called with what the host is about to wait for, while there is a log; `None` ends it."""
     ACCELERATOR.on_wait_of_host(call)
 
 
 @contextmanager
 def behaving(how: str, value: bool) -> Iterator[None]:
-    """Inside, the device behaves otherwise; accelerator.cpp says how it can.
+    """Have the device behave otherwise inside; accelerator.cpp says how it can.
 
     With "data_changes_device", `.data =` can take a tensor from the CPU to the device, as torch allows it for CUDA.
     """
@@ -96,9 +108,10 @@ def _default_stream(device: Any = None) -> torch.Stream:
 
 
 class Graph:
-    """What was queued during a capture; see `capture`."""
+    """A graph holds what was queued during a capture; see `capture`."""
 
     def __init__(self) -> None:
+        """Make an empty one."""
         self._number = 0
 
     def replay(self) -> None:
@@ -117,7 +130,7 @@ class Graph:
 
 @contextmanager
 def capture(graph: Graph) -> Iterator[None]:
-    """Inside, what is queued does not happen, but is kept in `graph`, an empty one, as by `torch.cuda.graph`.
+    """Keep what is queued inside in `graph`, an empty one, instead of doing it, as `torch.cuda.graph` does.
 
     capture.h says what is refused inside.
     """
@@ -133,7 +146,7 @@ def capture(graph: Graph) -> Iterator[None]:
 
 
 def _device_module() -> types.ModuleType:
-    """What torch looks for in the module of a device; the device is one, and its random numbers are the CPU's."""
+    """Return what torch looks for in the module of a device. There is one device; its random numbers are the CPU's."""
     module = types.ModuleType(f"torch.{NAME}")
     module.__dict__.update(
         is_available=lambda: True,
@@ -168,7 +181,7 @@ def _device_module() -> types.ModuleType:
 
 
 def _watched(name: str) -> Callable[..., Any]:
-    """A method of tensors that reads memory without an operator, and says so in the log."""
+    """Return a method of tensors that reads memory without an operator, and says so in the log."""
     original = getattr(torch.Tensor, name)
 
     @functools.wraps(original)

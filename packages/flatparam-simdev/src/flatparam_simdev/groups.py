@@ -1,8 +1,8 @@
 """Process groups of the simulated device.
 
 One behaves as one of NCCL's: it has one stream, on which its collectives run one after the other; a collective begins
-after what was queued on the caller's stream; `wait()` makes the current stream wait, not the host; and it refuses tensors
-of the CPU. The bytes move through gloo while the host queues the collective.
+after what was queued on the caller's stream; `wait()` makes the current stream wait, not the host; and it refuses
+tensors of the CPU. The bytes move through gloo while the host queues the collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from integration_tests.simulated.native import ACCELERATOR, NAME, capturable, on_cpu
+from flatparam_simdev.native import ACCELERATOR, NAME, capturable, on_cpu
 
 _c10d: Any = dist  # what torch says of the types of its own classes does not hold for those made in Python
 _WorkOfTorch: Any = _c10d.Work
@@ -24,9 +24,10 @@ _GroupOfTorch: Any = _c10d.ProcessGroup
 
 
 class Work(_WorkOfTorch):  # type: ignore[misc]  # see above
-    """A collective that is queued. It holds the tensors until somebody waits for it, as NCCL's does."""
+    """A queued collective. It holds the tensors until somebody waits for it, as NCCL's does."""
 
     def __init__(self, name: str, group_stream: torch.Stream, tensors: Sequence[Tensor] = ()) -> None:
+        """Record where the group's stream is now."""
         super().__init__()
         self.name = name
         self._done = group_stream.record_event()
@@ -39,15 +40,15 @@ class Work(_WorkOfTorch):  # type: ignore[misc]  # see above
         return True
 
     def block_current_stream(self) -> None:
-        """The same by its other name."""
+        """Make the current stream wait, as `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has come so far, as far as the host knows."""
+        """Return whether the device has come so far, as far as the host knows."""
         return bool(self._done.query())
 
     def is_success(self) -> bool:
-        """Nothing fails here."""
+        """Return True: nothing fails here."""
         return True
 
 
@@ -55,18 +56,19 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
     """A communicator with a stream of its own."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        """Make the group on this rank; torch calls it."""
         super().__init__(rank, size)
         self._bytes = _c10d.ProcessGroupGloo(_c10d.PrefixStore(f"{NAME}/", store), rank, size, timeout)
         self._stream = torch.Stream(device=NAME)
 
     @property
     def group_name(self) -> str:
-        """What torch calls it."""
+        """Return the name that torch has given it."""
         name: str = dist.distributed_c10d._world.pg_names[self]
         return name
 
     def getBackendName(self) -> str:  # torch's name
-        """What moves the bytes, as far as anybody is told."""
+        """Return the name of the backend."""
         return NAME
 
     name = getBackendName
@@ -89,7 +91,7 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
         return Work(name, self._stream, [*reads, *writes])
 
     def _everybodys(self, tensor: Tensor) -> list[Tensor]:
-        """The values that each rank has given, in the order of the ranks, as flat tensors of the CPU."""
+        """Return the values that each rank has given, in the order of the ranks, as flat tensors of the CPU."""
         given = on_cpu(tensor).reshape(-1).clone()
         rows = given.new_empty((self.size(), given.numel()))
         if given.numel():
@@ -182,7 +184,7 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
             padded = torch.cat([ours, ours.new_zeros(longest - ours.numel())])
             everybodys, own = self._everybodys(padded), self.rank()
             theirs = [
-                all_of_rank[: int(row.sum())].split(row.tolist())[own]
+                torch.split(all_of_rank[: int(row.sum())], row.tolist())[own]
                 for all_of_rank, row in zip(everybodys, rows, strict=True)
             ]
             on_cpu(output).view(-1).copy_(torch.cat(theirs))
@@ -207,10 +209,10 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
         return Work("barrier", self._stream)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing changes: what follows is queued on the one stream."""
+        """Change nothing: what follows is queued on the one stream."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """Whoever waits for this waits for all that was queued."""
+        """Return what stands for all that was queued."""
         return Work("coalesced", self._stream)
 
     # What torch 2.13 and later call them.
@@ -223,7 +225,7 @@ def _operation(options: Any) -> Any:
 
 
 def _as_nccl_reads(factor: Any, dtype: torch.dtype) -> Any:
-    """The factor of PREMUL_SUM, as NCCL gets it from torch 2.11 to 2.13 (pytorch issue 190745).
+    """Return the factor of PREMUL_SUM, as NCCL gets it from torch 2.11 to 2.13 (pytorch issue 190745).
 
     For sums in bfloat16 torch hands NCCL the address of a float32, of which NCCL reads the two bytes of a bfloat16: the
     low ones, which are zero for every power of two.

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from integration_tests.simulated.log import Kind
-from integration_tests.simulated.races import find_races
-from integration_tests.simulated.writing import Writer
+from flatparam_simdev.log import Kind
+from flatparam_simdev.races import find_races
+
+from .writing import Writer
 
 
 def rules(writer: Writer) -> list[str]:

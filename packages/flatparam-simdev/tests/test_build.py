@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.simulated import build
+from flatparam_simdev import build
 
 
 def test_no_compiler_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from integration_tests.simulated import build
+from flatparam_simdev import build
 
 NAME: Final = "simulated"
 
@@ -27,7 +27,7 @@ _captured: dict[int, tuple[Tensor, Tensor]] | None = None
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU: whoever looks at it is not in the log, and waits for nothing."""
+    """Return the same memory as a tensor of the CPU: whoever looks at it is not in the log, and waits for nothing."""
     if _captured is None:
         alias: Tensor = ACCELERATOR.cpu_alias(tensor.detach())
         return alias
@@ -37,7 +37,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 
 def capturable(move: Callable[[], None]) -> Callable[[], None]:
-    """The same each time that it is called, in the memory of the first, also where the tensors have lost it since."""
+    """Return what moves the same bytes whenever it is called, in the first memory, even if the tensors have lost it."""
     aliases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def moving() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from integration_tests.simulated.log import HOST, Access, Kind, Record
+from flatparam_simdev.log import HOST, Access, Kind, Record
 
 NBYTES = 100
 

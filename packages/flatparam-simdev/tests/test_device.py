@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from integration_tests.simulated import device_facts
-from integration_tests.simulated.worlds import on_simulated
+from . import device_facts
+from .ranks import on_simulated
 
 pytestmark = pytest.mark.processes
 
