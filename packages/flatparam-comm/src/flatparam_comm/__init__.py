@@ -52,6 +52,7 @@ from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,
     BoundParameter,
+    Box,
     BufferPool,
     FlatLayout,
     FlatParamError,
@@ -102,6 +103,7 @@ __all__ = [
     "FLAT_PARAM",
     "REDUCIBLE",
     "BoundParameter",
+    "Box",
     "BufferPool",
     "ByteLedger",
     "CollectiveError",

@@ -60,6 +60,7 @@ from flatparam_runtime.unit import (
 )
 from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
+    Box,
     Collectives,
     CommError,
     CommHooks,
@@ -106,6 +107,7 @@ __all__ = [
     "all_thresholds",
     "warn_caller",
     "BackwardOrder",
+    "Box",
     "BufferDtype",
     "Casting",
     "Collectives",
