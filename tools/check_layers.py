@@ -29,7 +29,7 @@ PUBLIC_SUBMODULES: Final = ("testing",)
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
     "flatparam-runtime": ("addons",),
-    "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
+    "flatparam-state": ("at_rest", "forms", "model_tensors", "optimizer", "ranks", "values_later"),
     "flatparam": (
         "api",
         "command",
@@ -58,7 +58,7 @@ VOCABULARY: Final = "vocabulary"
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
     "flatparam-runtime": ("flatparam-optim",),
-    "flatparam-state": ("flatparam-publish",),
+    "flatparam-state": ("flatparam-checkpoint", "flatparam-files", "flatparam-publish"),
 }
 # Passed on without a signature that leads to it.
 ALSO_PASSED_ON: Final = {

@@ -190,14 +190,16 @@ __all__ = [
     "untraced",
 ]
 
-_MOVED = (
-    "MatrixStepper",
-    "Routes",
-    "WholeStep",
-    "drop_flat_gradients",
-    "follow_gradients",
-    "newton_schulz_flops",
-    "originals_in",
-)
-"""The names that flatparam-optim has."""
-__getattr__ = names_of("flatparam_optim", _MOVED, __name__)
+_MOVED = {
+    "flatparam_optim": (
+        "MatrixStepper",
+        "Routes",
+        "WholeStep",
+        "drop_flat_gradients",
+        "follow_gradients",
+        "newton_schulz_flops",
+        "originals_in",
+    )
+}
+"""The names that add-ons have."""
+__getattr__ = names_of(_MOVED, __name__)
