@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ADDONS", "LAYERS", "PACKAGES", "beneath"]
+__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "beneath"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
 LAYERS: Final[dict[str, tuple[str, ...]]] = {
@@ -26,11 +26,18 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
+    "flatparam-guard": ("flatparam-comm",),
+    "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
     "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
 }
 PACKAGES: Final = {**LAYERS, **ADDONS}
+#: The packages that the tests of a package use besides, and name in its extra `test`.
+TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-guard": ("flatparam-onehost",),
+    "flatparam-onehost": ("flatparam-guard",),
+}
 
 
 def beneath(name: str) -> tuple[str, ...]:

@@ -84,6 +84,6 @@ def test_a_model_that_is_not_sharded_takes_the_wrapper(
         return str(caught.value)
 
     assert run_threads(2, rank) == 2 * [
-        "load_pretrained of a model that is not sharded: expected the package flatparam, which is not installed: "
-        "pip install flatparam"
+        "load_pretrained: expected a model that is sharded, or the package flatparam, which shards it and is not "
+        "installed: pip install flatparam"
     ]

@@ -19,7 +19,7 @@ def test_a_name_of_an_add_on_that_is_lacking(addon: str, name: str, monkeypatch:
         getattr(flatparam_state, name)
     distribution = addon.replace("_", "-")
     assert str(caught.value) == (
-        f"flatparam_state.{name}: expected the package {distribution}, which is not installed: "
+        f"flatparam_state.{name}: expected the add-on {distribution}, which is not installed: "
         f"pip install {distribution}"
     )
     assert caught.value.name == addon

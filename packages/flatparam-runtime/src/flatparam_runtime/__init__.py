@@ -5,7 +5,6 @@ It shards a module by hooks, without a wrapper.
 
 from typing import TYPE_CHECKING
 
-from flatparam_runtime.addons import names_of
 from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_same_between_passes,
@@ -73,7 +72,6 @@ from flatparam_runtime.vocabulary import (
     ParamSpec,
     SingleCollectives,
     Span,
-    Survivors,
     Threshold,
     Topology,
     all_thresholds,
@@ -81,8 +79,10 @@ from flatparam_runtime.vocabulary import (
     clean_fqn,
     gradient_divisors,
     memory_view,
+    names_of,
     process_group_of,
     resolve_topology,
+    survivors_of,
     telling,
     warn_caller,
 )
@@ -114,7 +114,6 @@ __all__ = [
     "CommError",
     "CommHooks",
     "ExchangesValues",
-    "Survivors",
     "DivergenceError",
     "check_same_between_passes",
     "note_between_passes",
@@ -163,6 +162,7 @@ __all__ = [
     "inspecting",
     "kind_of_optimizer",
     "memory_view",
+    "names_of",
     "newton_schulz_flops",
     "no_sync",
     "notice_failed_passes",
@@ -175,6 +175,7 @@ __all__ = [
     "refuse_in_a_pass",
     "register_forward_method",
     "resolve_topology",
+    "survivors_of",
     "telling",
     "revive_units",
     "set_flat_steps",

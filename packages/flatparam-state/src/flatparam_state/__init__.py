@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flatparam_runtime.addons import names_of
+from flatparam_runtime import names_of
 from flatparam_state import checkpoint as checkpoint
 from flatparam_state.averages import ShardedEMA
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of

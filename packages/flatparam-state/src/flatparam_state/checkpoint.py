@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatparam_runtime.addons import names_of
+from flatparam_runtime import names_of
 
 if TYPE_CHECKING:
     from flatparam_checkpoint import Checkpointer, Loaded, Optimizers

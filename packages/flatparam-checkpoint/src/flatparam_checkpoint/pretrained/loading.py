@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import importlib.util
 import os
 import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, final, overload
+from typing import Any, Final, Literal, final, overload
 
 import attrs
 import torch
@@ -29,12 +30,12 @@ from flatparam_checkpoint.pretrained.making import (
 from flatparam_checkpoint.pretrained.read import read_pretrained
 from flatparam_files import CheckpointError
 from flatparam_runtime import Topology, clean_fqn, resolve_topology, telling, units_in
-from flatparam_runtime.addons import load
 from flatparam_state.values_later import ValuesLater
 
 __all__ = ["PretrainedReport", "load_pretrained"]
 
 _SHOWN = 10
+_WRAPPER: Final = "flatparam"
 
 
 @final
@@ -361,7 +362,13 @@ def _wrapper() -> Any:
     Raises:
         ModuleNotFoundError: if it is not installed.
     """
-    return load("flatparam", "load_pretrained of a model that is not sharded").FullyShardedDataParallel
+    if importlib.util.find_spec(_WRAPPER) is None:
+        raise ModuleNotFoundError(
+            "load_pretrained: expected a model that is sharded, or the package flatparam, which shards it and is not "
+            "installed: pip install flatparam",
+            name=_WRAPPER,
+        )
+    return importlib.import_module(_WRAPPER).FullyShardedDataParallel
 
 
 def _sharded(model: nn.Module, files: PretrainedFiles, found: Fit, arguments: dict[str, Any]) -> nn.Module:
