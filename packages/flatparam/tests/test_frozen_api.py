@@ -38,6 +38,8 @@ MODULES: Final = (
 ADDONS: Final = {
     "flatparam_checkpoint": ("flatparam_state", "flatparam"),
     "flatparam_files": ("flatparam_state", "flatparam"),
+    "flatparam_guard": ("flatparam_comm",),
+    "flatparam_onehost": ("flatparam_comm",),
     "flatparam_optim": ("flatparam", "flatparam_runtime"),
     "flatparam_plan": ("flatparam",),
     "flatparam_publish": ("flatparam_state",),
