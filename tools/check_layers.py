@@ -44,7 +44,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "topology.transports",
     ),
     "flatparam-runtime": ("optimizers.torch_optimizers",),
-    "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
+    "flatparam-state": ("at_rest", "forms", "model_tensors", "optimizer", "ranks", "values_later"),
     "flatparam": (
         "api",
         "command",
@@ -74,7 +74,7 @@ PROMISED: Final = {
     "flatparam": tuple(ADDONS),
     "flatparam-comm": ("flatparam-guard", "flatparam-onehost", "flatparam-simdev"),
     "flatparam-runtime": ("flatparam-optim",),
-    "flatparam-state": ("flatparam-publish",),
+    "flatparam-state": ("flatparam-checkpoint", "flatparam-files", "flatparam-publish"),
 }
 # Passed on without a signature that leads to it.
 ALSO_PASSED_ON: Final = {

@@ -10,23 +10,22 @@ from typing import Final
 __all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "TOOLS", "beneath", "tested_with"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
-#: `flatparam-files` is there for what will be an add-on, too: the contracts in pyproject.toml name these modules.
 LAYERS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-core": (),
     "flatparam-comm": ("flatparam-core",),
     "flatparam-runtime": ("flatparam-comm",),
-    "flatparam-state": ("flatparam-runtime", "flatparam-files"),
+    "flatparam-state": ("flatparam-runtime",),
     "flatparam": (
         "flatparam-core",
         "flatparam-comm",
         "flatparam-runtime",
         "flatparam-state",
-        "flatparam-files",
     ),
 }
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
+    "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),

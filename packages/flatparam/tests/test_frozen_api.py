@@ -36,7 +36,10 @@ MODULES: Final = (
 )
 """Each package, and then the public modules inside the packages."""
 ADDONS: Final = {
-    "flatparam_files": ("flatparam_state",),
+    "flatparam_checkpoint": ("flatparam_state", "flatparam"),
+    "flatparam_files": ("flatparam_state", "flatparam"),
+    "flatparam_guard": ("flatparam_comm",),
+    "flatparam_onehost": ("flatparam_comm",),
     "flatparam_optim": ("flatparam", "flatparam_runtime"),
     "flatparam_plan": ("flatparam",),
     "flatparam_publish": ("flatparam_state",),

@@ -61,6 +61,7 @@ from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,
     BoundParameter,
+    Box,
     BufferPool,
     FlatLayout,
     FlatParamError,
@@ -117,6 +118,7 @@ __all__ = [
     "FLAT_PARAM",
     "REDUCIBLE",
     "BoundParameter",
+    "Box",
     "BufferPool",
     "ByteLedger",
     "CollectiveError",

@@ -57,6 +57,7 @@ from flatparam_runtime.unit import (
 )
 from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
+    Box,
     Collectives,
     CommError,
     CommHooks,
@@ -108,6 +109,7 @@ __all__ = [
     "all_thresholds",
     "warn_caller",
     "BackwardOrder",
+    "Box",
     "BufferDtype",
     "Casting",
     "Collectives",
@@ -191,17 +193,19 @@ __all__ = [
     "untraced",
 ]
 
-_MOVED = (
-    "MatrixStepper",
-    "Routes",
-    "WholeStep",
-    "drop_flat_gradients",
-    "follow_gradients",
-    "newton_schulz_flops",
-    "originals_in",
-    "set_flat_steps",
-    "step_in_segments",
-    "tensors_stepped",
-)
-"""The names that flatparam-optim has."""
-__getattr__ = names_of({"flatparam_optim": _MOVED}, __name__)
+_MOVED = {
+    "flatparam_optim": (
+        "MatrixStepper",
+        "Routes",
+        "WholeStep",
+        "drop_flat_gradients",
+        "follow_gradients",
+        "newton_schulz_flops",
+        "originals_in",
+        "set_flat_steps",
+        "step_in_segments",
+        "tensors_stepped",
+    )
+}
+"""The names that add-ons have."""
+__getattr__ = names_of(_MOVED, __name__)

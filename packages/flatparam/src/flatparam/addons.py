@@ -15,8 +15,14 @@ GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
 _KNOWN: Final = {"ckpt": "flatparam_files.command:add", "plan": "flatparam_plan.command:add"}
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
-_ADDONS: Final = ("flatparam_optim", "flatparam_plan", "flatparam_publish")
-"""Those that can be lacking; the state layer still needs `flatparam_files`."""
+_ADDONS: Final = (
+    "flatparam_checkpoint",
+    "flatparam_files",
+    "flatparam_optim",
+    "flatparam_plan",
+    "flatparam_publish",
+)
+"""Those that can be lacking."""
 
 
 def load(module: str) -> ModuleType:

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from flatparam.addons import load
 from flatparam.command.arguments import parser
 from flatparam.command.programs import run_program
-from flatparam_files.command import run
 
 __all__ = ["main"]
 
@@ -36,4 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ[TRACE_FOLDER] = os.path.abspath(given[2])
         return run_program(given[3:])
-    return run(parser().parse_args(given))
+    try:
+        shared = load("flatparam_files.command")
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"flatparam: error: {error}\n")
+        return 2
+    status: int = shared.run(parser(shared).parse_args(given))
+    return status
