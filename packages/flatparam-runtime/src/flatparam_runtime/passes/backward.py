@@ -415,7 +415,8 @@ class BackwardPass:
                 self._activate(unit)
         for unit in self.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
-            self._free(unit)
+            if unit.gather is not None:
+                self._free(unit)
         for record in [each for each in self.records.values() if each.stage is Stage.ACTIVE]:
             self._complete(record)
         self._reduce_ready(all_of_them=True)

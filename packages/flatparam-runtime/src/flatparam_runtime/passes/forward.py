@@ -313,23 +313,17 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
         around = tree.forward
         is_computed = around is not None and not around.recorded and not tree.graphs
         for lender in unit.links.lenders:
-            free(lender, Moment.READER_ENDED, call, around=around, is_computed=is_computed)
-        free(
-            unit,
-            Moment.CALL_ENDED,
-            call,
-            around=around,
-            in_backward=inside_backward,
-            is_next=_is_first_of_backward(tree, unit),
-            is_computed=is_computed,
-        )
+            free(lender, Moment.READER_ENDED, call, around, is_computed=is_computed)
+        is_next = _is_first_of_backward(tree, unit)
+        free(unit, Moment.CALL_ENDED, call, around, inside_backward, is_next, is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
         for each in tree.units:
-            free(each, Moment.FORWARD_ENDED)
+            if each.gather is not None:
+                free(each, Moment.FORWARD_ENDED)
         if call.recorded:
             tree.graphs.add(call)
         tree.end_forward()
