@@ -261,6 +261,8 @@ TWINS = (
     "--ignore=packages/flatparam-state/tests/checkpoint",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
+    "packages/flatparam-clients/tests",
+    "--ignore=packages/flatparam-clients/tests/test_run.py",
     "packages/flatparam-optim/tests",
     "packages/flatparam-publish/tests",
     "--ignore=packages/flatparam-publish/tests/test_kills.py",

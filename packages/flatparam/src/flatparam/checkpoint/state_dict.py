@@ -23,6 +23,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.checkpoint.flattening import flattened, unflattened
+from flatparam.compat.patching import torchs_own
 from flatparam.in_place import state as in_place
 from flatparam.state.settings import form_of, settings_shown
 from flatparam.state.streaming import streamed
@@ -222,8 +223,6 @@ def set_state_dict(
 
 def _torchs(name: str) -> Any:
     """Torch's own function; its module also loads torch's FSDP, so it is imported only if it is needed."""
-    from flatparam.compat.installing import torchs_own
-
     return torchs_own("torch.distributed.checkpoint.state_dict", name)
 
 

@@ -7,8 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from flatparam.compat.averaging import guard_averages
-from flatparam.compat.unloading import guard_adapters
+from flatparam.addons import tell_clients
 from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
@@ -96,8 +95,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     route_torchs_functions(unit)
     refuse_parts_in_states(unit)
     repacking.keep_packing(modules, resolved.ignored)
-    guard_adapters()
-    guard_averages()
+    tell_clients("unit_made")
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:

@@ -13,7 +13,6 @@ from torch.distributed._composable.contract import _get_registry
 
 from flatparam.api import StateDictSettings
 from flatparam.state.tree_load import TreeLoad
-from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_core import FSDP_WRAPPED_MODULE
 from flatparam_runtime import Unit, call_unit, unit_of, untraced
 
@@ -50,8 +49,6 @@ class Interior:
     """Whether the ranks have told each other what does not fit in the wrapper's own `load_state_dict` under way."""
     load: TreeLoad | None = None
     """The loading that the wrapper takes part in, or took part in last if that one failed."""
-    reported: tuple[TrainingState, HandleTrainingState] | None = None
-    """The states that a program has the wrapper tell, instead of its own."""
 
     @contextlib.contextmanager
     def being_strict(self, strict: bool) -> Iterator[None]:
