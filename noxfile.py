@@ -21,7 +21,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 import run as setup
-from house import ADDONS, PACKAGES, beneath
+from house import ADDONS, PACKAGES, TESTED_WITH, beneath
 from matrix.lowest import lowest_versions
 from matrix.rows import HOME_PYTHON, HOME_TORCH, PYTHONS, TORCHES
 
@@ -105,8 +105,9 @@ def alone(session: nox.Session) -> None:
     build_wheels(session)
     uninstall_all_layers(session)
     for name in PACKAGES:
-        python(session, "-m", "pip", "install", "--quiet", *FROM_DIST, name)
-        for other in PACKAGES.keys() - {*beneath(name), name}:
+        here = (name, *TESTED_WITH.get(name, ()))
+        python(session, "-m", "pip", "install", "--quiet", *FROM_DIST, *here)
+        for other in PACKAGES.keys() - {*beneath(name), *here}:
             # The wrapper brings all add-ons along.
             python(session, "-m", "pip", "uninstall", "-qq", "--yes", other)
             assert_absent(session, other)

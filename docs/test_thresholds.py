@@ -20,8 +20,8 @@ import flatparam_publish  # noqa: F401
 from flatparam import Checkpointer, FullyShardedDataParallel
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
-from flatparam_comm.relay.settings import RelaySettings
 from flatparam_core import Threshold, all_thresholds
+from flatparam_guard.settings import RelaySettings
 
 PAGE = Path(__file__).parent / "reference" / "thresholds.md"
 ROW = re.compile(r"^\| `([a-z_.]+)` \| ([0-9,]+) \| (.+) \|$", re.MULTILINE)

@@ -24,11 +24,23 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` other packages may use, too: those of flatparam-files, that by which layers promise names of
-# add-ons, and of state and the wrapper those that are for add-ons; the wrapper's first two are public.
+# Modules whose `__all__` add-ons may use, too; all of flatparam-files is open, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
-    "flatparam-runtime": ("addons",),
+    "flatparam-comm": (
+        "checks",
+        "collectives",
+        "errors",
+        "guarding",
+        "hosts",
+        "process_group.c10d",
+        "process_group.engine",
+        "process_group.exchanging",
+        "process_group.groups",
+        "rank_texts",
+        "sealed_memory",
+        "topology.transports",
+    ),
     "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
     "flatparam": (
         "api",
@@ -71,6 +83,7 @@ VOCABULARY: Final = "vocabulary"
 # The layers that promise names of add-ons, which they import under `if TYPE_CHECKING:` alone.
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
+    "flatparam-comm": ("flatparam-guard", "flatparam-onehost"),
     "flatparam-runtime": ("flatparam-optim",),
     "flatparam-state": ("flatparam-publish",),
 }
@@ -79,6 +92,7 @@ ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
     "FlatParamError": "methods of flat parameters raise it",
     "gradient_divisors": "the rule by which reductions average, for hooks that take their place",
+    "names_of": "a package promises names of add-ons by it",
     "telling": "functions of a caller run in layers above, maybe with an error on one rank alone",
     "warn_caller": "warnings of every layer name the program's line",
     "Transitions": "the runtime's phases are a table of the same kind as the core's residencies",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ADDONS", "LAYERS", "PACKAGES", "beneath"]
+__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "beneath"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
 #: `flatparam-files` is there for what will be an add-on, too: the contracts in pyproject.toml name these modules.
@@ -34,11 +34,18 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam",
     ),
     "flatparam-files": ("flatparam-core",),
+    "flatparam-guard": ("flatparam-comm",),
+    "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
     "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
 }
 PACKAGES: Final = {**LAYERS, **ADDONS}
+#: The packages that the tests of a package use besides, and name in its extra `test`.
+TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-guard": ("flatparam-onehost",),
+    "flatparam-onehost": ("flatparam-guard",),
+}
 
 
 def beneath(name: str) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from torch import nn
 from flatparam import Checkpointer, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, set_relay
-from flatparam_comm.relay.calls import GroupCalls
 from flatparam_comm.testing import run_processes
+from flatparam_guard.calls import GroupCalls
 from integration_tests.load.job import Resources, batches, ddp, resources, sharded, status_nbytes, train
 
 __all__ = ["ROWS", "guards", "many_units", "oversubscribed", "saves", "soak", "wide"]

@@ -25,12 +25,14 @@ class Budget:
 #: A new add-on needs a row.
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_300, 4_500),
-    "flatparam-comm": Budget(10_500, 5_500),
+    "flatparam-comm": Budget(6_600, 5_500),
     "flatparam-runtime": Budget(7_650, 5_500),
     "flatparam-state": Budget(8_150, 4_700),
     "flatparam": Budget(8_800, 6_000),
     "flatparam-clients": Budget(3_000, 8_000),
     "flatparam-files": Budget(9_300, 8_000),
+    "flatparam-guard": Budget(3_200, 8_000),
+    "flatparam-onehost": Budget(1_300, 8_000),
     "flatparam-optim": Budget(2_450, 8_000),
     "flatparam-plan": Budget(7_650, 8_000),
     "flatparam-publish": Budget(2_700, 8_000),

@@ -20,7 +20,6 @@ from flatparam_comm import (
     HookedCollectives,
     RecordingCollectives,
     SingleCollectives,
-    shared_memory,
 )
 from flatparam_comm.processes import world as processes
 from flatparam_comm.testing import PATIENCE, be_patient, run_processes, run_threads
@@ -43,8 +42,6 @@ class World:
         kind = self.name.split("-")[0]
         if kind == "gloo":
             return run_processes(self.size, fn, self.device, *args)
-        if kind == "shared":
-            return run_processes(self.size, run_shared, fn, self.device, *args)
         if kind == "nccl":
             return [_run_nccl(fn, self.device, *args)]
         # In this process it is torch's default device rather than the CPU.
@@ -57,11 +54,6 @@ class World:
             lambda collectives: fn(decorate(collectives), device, *args),
             deliver_late=kind != "early",
         )
-
-
-def run_shared(group: Collectives, fn: Contract, *args: Any) -> Any:
-    """The result of `fn` over the shared memory of the ranks of a process group."""
-    return fn(shared_memory(group), *args)
 
 
 def _hooked(inner: Collectives) -> Collectives:
@@ -100,10 +92,6 @@ _WORLDS = [
     ),
     *(
         pytest.param(World(f"gloo-{size}", size, "cpu"), id=f"gloo-{size}", marks=pytest.mark.processes)
-        for size in (2, 3)
-    ),
-    *(
-        pytest.param(World(f"shared-{size}", size, "cpu"), id=f"shared-{size}", marks=pytest.mark.processes)
         for size in (2, 3)
     ),
     *(

@@ -23,7 +23,6 @@ from flatparam_comm import (
     Residency,
     Topology,
     gather_shards,
-    shared_memory,
 )
 from flatparam_comm.testing import run_processes, run_threads
 from flatparam_core import flatten_module
@@ -71,16 +70,6 @@ def test_shards_of_different_lengths_are_gathered_and_summed(late: bool) -> None
 def test_shards_of_different_lengths_over_gloo() -> None:
     """The same over process groups."""
     check(run_processes(3, gathered_and_reduced))
-
-
-def through_shared_memory(group: Collectives) -> Any:
-    return gathered_and_reduced(shared_memory(group))
-
-
-@pytest.mark.processes
-def test_shards_of_different_lengths_through_shared_memory() -> None:
-    """The same through shared memory."""
-    check(run_processes(3, through_shared_memory))
 
 
 def cast(group: Collectives) -> Any:

@@ -1,5 +1,6 @@
 """Add-ons: names and subcommands that are found when they are asked for, and what is said where one is lacking."""
 
+import os
 import re
 import subprocess
 import sys
@@ -128,8 +129,10 @@ def test_a_command_of_an_add_on_that_is_lacking(
 def test_a_command_that_runs_a_program_without_the_add_on(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`flatparam run` and `flatparam trace --out` say in a line what to install, and run nothing."""
+    """`flatparam run` and `flatparam trace --out` say in a line what to install, and run and change nothing."""
+    before = dict(os.environ)
     assert main(arguments) == 2
+    assert dict(os.environ) == before
     expected = f"flatparam {arguments[0]}: error: {LACKING.format('flatparam-clients')}\n"
     assert capsys.readouterr() == ("", expected)
 

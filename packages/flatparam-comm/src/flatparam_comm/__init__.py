@@ -1,5 +1,8 @@
 """Moving bytes between ranks: engines behind one protocol, decorators over any of them, an exact ledger of bytes."""
 
+from typing import TYPE_CHECKING
+
+from flatparam_comm.addons import names_of
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import (
@@ -29,13 +32,19 @@ from flatparam_comm.errors import (
     RemoteFailure,
     WorldTimeout,
 )
+from flatparam_comm.guarding import (
+    GroupMonitor,
+    Guard,
+    SurvivingRanks,
+    end_of_call,
+    survivors_of,
+    tell_failure,
+    telling,
+    watch_call,
+)
 from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
 from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
-from flatparam_comm.relay.activity import end_of_call, watch_call
-from flatparam_comm.relay.process import set_relay, tell_failure, telling
-from flatparam_comm.relay.survivors import Survivors
-from flatparam_comm.shared_memory.engine import SharedMemoryCollectives, shared_memory
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
@@ -77,6 +86,10 @@ from flatparam_comm.vocabulary import (
     warn_caller,
 )
 
+if TYPE_CHECKING:
+    from flatparam_guard import Survivors, set_relay
+    from flatparam_onehost import SharedMemoryCollectives, shared_memory
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -94,6 +107,8 @@ __all__ = [
     "streams_of",
     "gradient_divisors",
     "FullForm",
+    "GroupMonitor",
+    "Guard",
     "LayoutRule",
     "Threshold",
     "all_thresholds",
@@ -114,6 +129,7 @@ __all__ = [
     "DeadlockError",
     "ExchangesValues",
     "Survivors",
+    "SurvivingRanks",
     "Delay",
     "Fault",
     "FaultyCollectives",
@@ -160,6 +176,7 @@ __all__ = [
     "handle_of",
     "engine_of",
     "memory_view",
+    "names_of",
     "owner_of",
     "process_group_of",
     "resolve_topology",
@@ -172,8 +189,17 @@ __all__ = [
     "takes_parts",
     "end_of_call",
     "watch_call",
+    "survivors_of",
     "tell_failure",
     "telling",
     "told_ranks",
     "with_shared_memory",
 ]
+
+__getattr__ = names_of(
+    {
+        "flatparam_guard": ("Survivors", "set_relay"),
+        "flatparam_onehost": ("SharedMemoryCollectives", "shared_memory"),
+    },
+    __name__,
+)

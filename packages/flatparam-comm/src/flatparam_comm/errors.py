@@ -17,6 +17,9 @@ __all__ = [
     "RankError",
     "RemoteFailure",
     "WorldTimeout",
+    "cause_among",
+    "describe_call",
+    "told_steps",
 ]
 
 

@@ -5,7 +5,6 @@ It shards a module by hooks, without a wrapper.
 
 from typing import TYPE_CHECKING
 
-from flatparam_runtime.addons import names_of
 from flatparam_runtime.agreement.divergence import (
     DivergenceError,
     check_same_between_passes,
@@ -72,7 +71,6 @@ from flatparam_runtime.vocabulary import (
     ParamSpec,
     SingleCollectives,
     Span,
-    Survivors,
     Threshold,
     Topology,
     all_thresholds,
@@ -80,8 +78,10 @@ from flatparam_runtime.vocabulary import (
     clean_fqn,
     gradient_divisors,
     memory_view,
+    names_of,
     process_group_of,
     resolve_topology,
+    survivors_of,
     telling,
     warn_caller,
 )
@@ -112,7 +112,6 @@ __all__ = [
     "CommError",
     "CommHooks",
     "ExchangesValues",
-    "Survivors",
     "DivergenceError",
     "check_same_between_passes",
     "note_between_passes",
@@ -161,6 +160,7 @@ __all__ = [
     "inspecting",
     "kind_of_optimizer",
     "memory_view",
+    "names_of",
     "newton_schulz_flops",
     "no_sync",
     "notice_failed_passes",
@@ -173,6 +173,7 @@ __all__ = [
     "refuse_in_a_pass",
     "register_forward_method",
     "resolve_topology",
+    "survivors_of",
     "telling",
     "revive_units",
     "set_flat_steps",
@@ -198,4 +199,4 @@ _MOVED = (
     "originals_in",
 )
 """The names that flatparam-optim has."""
-__getattr__ = names_of("flatparam_optim", _MOVED, __name__)
+__getattr__ = names_of({"flatparam_optim": _MOVED}, __name__)

@@ -32,7 +32,7 @@ from flatparam_files import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_runtime.addons import names_of
+from flatparam_runtime import names_of
 from flatparam_state.averages import ShardedEMA
 from flatparam_state.checkpoint import (
     Checkpointer,
@@ -229,4 +229,4 @@ _MOVED = (
     "publish",
 )
 """The names that flatparam-publish has."""
-__getattr__ = names_of("flatparam_publish", _MOVED, __name__)
+__getattr__ = names_of({"flatparam_publish": _MOVED}, __name__)

@@ -40,13 +40,17 @@ __all__ = [
     "as_carried",
     "backend_of",
     "broadcast",
+    "call_with_default_group",
     "connections_of",
+    "count_of",
     "destroyed",
     "first_of",
     "is_carried",
+    "known_groups",
     "making_apart",
     "plain",
     "reduce_scatter",
+    "source_file",
     "time_limit_of",
 ]
 

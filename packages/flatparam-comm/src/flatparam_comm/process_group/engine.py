@@ -16,10 +16,9 @@ from torch import Tensor
 from flatparam_comm import checks
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError, CommError
+from flatparam_comm.guarding import GroupMonitor, monitor_of
 from flatparam_comm.pending import COMPLETED, copied
 from flatparam_comm.process_group import c10d, groups
-from flatparam_comm.relay.calls import GroupCalls
-from flatparam_comm.relay.process import calls_of
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take the default group at the time of its import as a default argument. torch.optim
@@ -75,7 +74,7 @@ class ProcessGroupCollectives:
         self._hash = hash(found)
         self._is_gloo = groups.cpu_backend(found) == "gloo"
         self._sites: dict[tuple[str, str], checks.Site] = {}
-        self._calls: GroupCalls | None = None
+        self._calls: GroupMonitor | None = None
 
     def __repr__(self) -> str:
         if self._reference() is None:
@@ -146,7 +145,7 @@ class ProcessGroupCollectives:
         return _WorkPending(site, work, (output, full), calls, calls.issued)
 
     def _exchange_and_add(
-        self, site: checks.Site, calls: GroupCalls, output: Tensor, full: Tensor
+        self, site: checks.Site, calls: GroupMonitor, output: Tensor, full: Tensor
     ) -> Pending:
         """A reduce-scatter by an all-to-all and a local sum, in rank order.
 
@@ -162,7 +161,7 @@ class ProcessGroupCollectives:
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
         return _WorkPending(site, work, (received, full), calls, calls.issued, add)
 
-    def _swap(self, site: checks.Site, calls: GroupCalls, theirs: Tensor, ours: Tensor) -> Any:
+    def _swap(self, site: checks.Site, calls: GroupMonitor, theirs: Tensor, ours: Tensor) -> Any:
         """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
         sizes = [0, 0]
         sizes[1 - site.rank] = ours.numel()
@@ -231,8 +230,8 @@ class ProcessGroupCollectives:
         group = calls.wait_for(site, calls.issued, lambda: groups.new_subgroup(self.group, chosen))
         return None if group is None else ProcessGroupCollectives(group)
 
-    def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupCalls:
-        """Count the next collective of the group; for the errors see `GroupCalls.begin`."""
+    def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupMonitor:
+        """Count the next collective of the group; for the errors see `GroupMonitor.begin`."""
         calls = self._calls or self._find_calls()
         if tensor is None:
             calls.begin(site)
@@ -240,8 +239,8 @@ class ProcessGroupCollectives:
             calls.begin(site, tensor.dtype, tensor.numel(), detail)
         return calls
 
-    def _find_calls(self) -> GroupCalls:
-        self._calls = calls_of(self.group)
+    def _find_calls(self) -> GroupMonitor:
+        self._calls = monitor_of(self.group)
         return self._calls
 
     def _site(self, op: str, label: str) -> checks.Site:
@@ -258,7 +257,7 @@ class _WorkPending:
     site: checks.Site
     work: Any
     tensors: tuple[Tensor, ...]
-    calls: GroupCalls
+    calls: GroupMonitor
     number: int
     """The number of the collective in its group."""
     then: Callable[[], None] | None = None
@@ -300,7 +299,7 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
         output.add_(part)
 
 
-def _issued(site: checks.Site, calls: GroupCalls, call: Callable[..., T], *args: Any) -> T:
+def _issued(site: checks.Site, calls: GroupMonitor, call: Callable[..., T], *args: Any) -> T:
     """The result of `call`, which issues a collective; an exception becomes one that names the rank and who failed."""
     try:
         return call(*args)

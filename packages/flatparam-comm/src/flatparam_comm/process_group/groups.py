@@ -44,6 +44,7 @@ __all__ = [
     "members_of",
     "name_of",
     "new_subgroup",
+    "served_store_of",
     "stop_waiting",
     "store_of",
     "timeout_of",

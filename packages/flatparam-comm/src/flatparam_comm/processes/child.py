@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from flatparam_comm.errors import CollectiveError, cause_among
+from flatparam_comm.guarding import tell_failure
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.processes.function import FunctionReference
-from flatparam_comm.relay.process import tell_failure
 
 __all__ = ["STACKS_SIGNAL", "ChildPlan", "Report", "run_child"]
 

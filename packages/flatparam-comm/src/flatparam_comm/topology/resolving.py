@@ -11,19 +11,19 @@ import attrs
 import torch.distributed as dist
 
 from flatparam_comm.collectives import Collectives
+from flatparam_comm.hosts import host_identity
 from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.shared_memory.engine import (
-    SharedMemoryCollectives,
-    as_process_group,
-    connected,
-    shared_memory,
-)
-from flatparam_comm.shared_memory.host import CannotShareError, host_identity
 from flatparam_comm.single import SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.topology.ranks_only import HasRanks, RanksOnly
 from flatparam_comm.topology.topology import Topology
+from flatparam_comm.topology.transports import (
+    CannotShareError,
+    as_process_group,
+    say_what_is_missing,
+    shared_memory_transport,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,10 +105,14 @@ def with_shared_memory(topology: Topology) -> Topology:
 
 
 def _shared_if_possible(group: Collectives) -> Collectives:
+    transport = shared_memory_transport()
     if not isinstance(group, ProcessGroupCollectives):
         return group
+    if transport is None:
+        say_what_is_missing()
+        return group
     try:
-        return connected(group)
+        return transport.connected(group)
     except CannotShareError:
         return group
 
@@ -116,7 +120,14 @@ def _shared_if_possible(group: Collectives) -> Collectives:
 def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
     """The collectives that `find` returns, over the transport of this name."""
     if name == "shared_memory":
-        return shared_memory(find())
+        transport = shared_memory_transport()
+        if transport is None:
+            raise ModuleNotFoundError(
+                "expected the add-on flatparam-onehost for 'shared_memory', which is not installed: pip install "
+                "flatparam-onehost; or pass 'auto', or the process group itself",
+                name="flatparam_onehost",
+            )
+        return transport.shared_memory(find())
     if name == "auto":
         return _shared_if_possible(find())
     raise _not_ranks(name)
@@ -241,8 +252,10 @@ def _laid_out(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topo
 def _reduced(topology: Topology) -> tuple[object, ...]:
     """The pickled form of a topology: how many ranks there were, and which of them this one was."""
     replicate = None if topology.replicate is None else (topology.replicate.size, topology.replicate.rank)
-    groups = (topology.shard, topology.replicate)
-    shared = any(isinstance(group, SharedMemoryCollectives) for group in groups)
+    transport = shared_memory_transport()
+    shared = transport is not None and (
+        transport.is_shared(topology.shard) or transport.is_shared(topology.replicate)
+    )
     return _same_again, ((topology.shard.size, topology.shard.rank), replicate, shared)
 
 

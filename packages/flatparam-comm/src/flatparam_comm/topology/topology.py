@@ -9,8 +9,8 @@ import attrs
 
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import MismatchError
+from flatparam_comm.guarding import tell_failure
 from flatparam_comm.rank_texts import told_by_ranks
-from flatparam_comm.relay.process import tell_failure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ import attrs
 
 from flatparam_files import CheckpointError
 from flatparam_files.checkpoint import check_step
-from flatparam_runtime import Collectives, ExchangesValues, Survivors
+from flatparam_runtime import Collectives, ExchangesValues, survivors_of
 from flatparam_state.checkpoint.save.session import Saver
 
 __all__ = ["save_after_failure"]
@@ -49,7 +49,7 @@ def save_after_failure(
             "expected ranks of one process group, found a model over two groups that are not all ranks",
             hint="pass ranks=, a group of those that hold the model together",
         )
-    survivors = Survivors.of(ranks, error, seconds)
+    survivors = survivors_of(ranks, error, seconds)
     try:
         places = survivors.exchange(
             _Place(survivors.steps, survivors.is_in_step), label="meet for a last save"

@@ -1,0 +1,53 @@
+"""What add-ons have: names that a package promises, and modules behind seams, each imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+__all__ = ["module_behind", "names_of"]
+
+
+def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[str], Any]:
+    """Return the function `__getattr__` of `package`, which takes names from add-ons.
+
+    It raises ModuleNotFoundError for a name whose add-on is not installed; the message says how to install it.
+
+    Args:
+        homes: the names that the package promises, by the modules of add-ons that have them.
+        package: the package's `__name__`.
+    """
+    home_of = {name: addon for addon, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        addon = home_of[name]
+        if importlib.util.find_spec(addon) is None:
+            home = addon.replace("_", "-")
+            raise ModuleNotFoundError(
+                f"{package}.{name}: expected the add-on {home}, which is not installed: pip install {home}",
+                name=addon,
+            )
+        value = getattr(importlib.import_module(addon), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
+
+
+def module_behind(seam: str, name: str, ours: str) -> Any:
+    """Return the module behind a seam, imported; None if none is installed.
+
+    Args:
+        seam: the group of entry points, as `flatparam.guard`.
+        name: the name of the entry point in it.
+        ours: the module that is taken if there is no such entry point, as in a checkout.
+    """
+    for point in entry_points(group=seam, name=name):
+        return point.load()
+    return None if importlib.util.find_spec(ours) is None else importlib.import_module(ours)

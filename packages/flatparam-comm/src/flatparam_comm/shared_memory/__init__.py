@@ -1,1 +1,0 @@
-"""The engine over memory that the ranks of one host share."""
