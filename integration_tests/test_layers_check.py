@@ -39,7 +39,9 @@ class House:
         path.write_text(text)
 
     def declare(self, package: str, *dependencies: str) -> None:
-        text = f'[project]\nname = "{package}"\ndependencies = {list(dependencies)}\n'
+        tools = list(check_layers.TOOLS)
+        extras = f"[project.optional-dependencies]\ntest = {tools}\n"
+        text = f'[project]\nname = "{package}"\ndependencies = {list(dependencies)}\n{extras}'
         (self.root / "packages" / package / "pyproject.toml").write_text(text)
 
     def problems(self) -> list[str]:
@@ -125,6 +127,29 @@ def test_the_runtime_names_the_add_on_that_it_promises(house: House) -> None:
     assert any("flatparam-runtime imports flatparam-plan" in problem for problem in house.problems())
 
 
+def test_no_package_imports_a_tool(house: House) -> None:
+    """Not even inside a function, but for type checkers where comm promises its names; nor does it declare one to run."""
+    head = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flatparam_simdev import public\n"
+    house.write("flatparam-comm", "typed.py", head)
+    assert house.problems() == []
+    for package in set(check_layers.PACKAGES) - set(check_layers.TOOLS):
+        house.write(package, "broken.py", "def f():\n    import flatparam_simdev\n")
+        assert any(f"{package} imports flatparam-simdev, and may" in problem for problem in house.problems())
+        house.source(package, "broken.py").unlink()
+
+
+def test_the_extra_of_tests_has_the_tools(house: House) -> None:
+    """What stands on comm is tested with the tool that does, and says so; what stands on the core alone need not."""
+    project = house.root / "packages" / "flatparam-runtime" / "pyproject.toml"
+    project.write_text(project.read_text().replace("['flatparam-simdev']", "['pytest']"))
+    (problem,) = house.problems()
+    assert "the extra `test` lacks flatparam-simdev, with which flatparam-runtime is tested" in problem
+    project.write_text(project.read_text().replace("['pytest']", "['flatparam-simdev>=0.1,<0.2']"))
+    project = house.root / "packages" / "flatparam-files" / "pyproject.toml"
+    project.write_text(project.read_text().replace("['flatparam-simdev']", "['pytest']"))
+    assert house.problems() == []
+
+
 def test_an_add_on_imports_what_is_open(house: House) -> None:
     """Of the wrapper it imports public names, and those of the modules that are listed for add-ons; no other."""
     house.write("flatparam", "resolving/__init__.py", "__all__ = ['shown']\nshown = hidden = 1\n")
@@ -151,7 +176,9 @@ def test_an_add_on_imports_no_other(house: House, monkeypatch: pytest.MonkeyPatc
     """Neither its inside nor its public names."""
     others = {**check_layers.ADDONS, "flatparam-other": ("flatparam",)}
     monkeypatch.setattr(check_layers, "ADDONS", others)
-    monkeypatch.setattr(check_layers, "PACKAGES", {**check_layers.LAYERS, **others})
+    packages = {**check_layers.LAYERS, **others, **check_layers.TOOLS}
+    for module in ("check_layers", "house"):
+        monkeypatch.setattr(f"{module}.PACKAGES", packages)
     house.add("flatparam-other", "flatparam")
     assert house.problems() == []
     house.write("flatparam-other", "broken.py", "from flatparam_plan import public\n")

@@ -177,6 +177,21 @@ def test_arguments_of_test_go_to_nox(machine: Machine) -> None:
     assert machine.calls()[-1].endswith("noxfile.py -s lint")
 
 
+def test_packages_are_tested_from_their_sources(machine: Machine) -> None:
+    """`test core comm` runs the tests of these packages by pytest, and hands the other arguments on to it."""
+    for name in ("flatparam", "flatparam-core", "flatparam-comm"):
+        (machine.root / "packages" / name / "tests").mkdir(parents=True)
+    assert run.main(["test", "core", "flatparam-comm", "-k", "layout"]) == 0
+    folders = [
+        str(machine.root / "packages" / name / "tests") for name in ("flatparam-core", "flatparam-comm")
+    ]
+    last = machine.calls()[-1]
+    assert last.startswith("-m pytest -q -n ")
+    assert last.endswith(" ".join([*folders, "-k", "layout"]))
+    assert run.main(["test", "-s", "lint"]) == 0
+    assert machine.calls()[-1].endswith("-s lint")
+
+
 def test_python_too_old(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

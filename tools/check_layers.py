@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from house import ADDONS, LAYERS, PACKAGES
+from house import ADDONS, LAYERS, PACKAGES, TOOLS, tested_with
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,8 +24,10 @@ else:
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` add-ons may use, too; all of flatparam-files is open, and the wrapper's first two are public.
+# Modules whose `__all__` add-ons and tools may use, too; all of flatparam-files is open, comm may use the worlds of
+# simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-simdev": ("worlds",),
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
     "flatparam-comm": (
         "checks",
@@ -41,7 +43,8 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "sealed_memory",
         "topology.transports",
     ),
-    "flatparam-state": ("at_rest", "checkpoint.model_tensors", "ranks"),
+    "flatparam-runtime": ("optimizers.torch_optimizers",),
+    "flatparam-state": ("at_rest", "forms", "model_tensors", "optimizer", "ranks", "values_later"),
     "flatparam": (
         "api",
         "command",
@@ -80,12 +83,12 @@ FACADES: Final = "flatparam_clients.private"
 # What passes names of the layer beneath on, and the module of each that does.
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
 VOCABULARY: Final = "vocabulary"
-# The layers that promise names of add-ons, which they import under `if TYPE_CHECKING:` alone.
+# The layers that promise names of add-ons or tools, which they import under `if TYPE_CHECKING:` alone.
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
-    "flatparam-comm": ("flatparam-guard", "flatparam-onehost"),
+    "flatparam-comm": ("flatparam-guard", "flatparam-onehost", "flatparam-simdev"),
     "flatparam-runtime": ("flatparam-optim",),
-    "flatparam-state": ("flatparam-publish",),
+    "flatparam-state": ("flatparam-checkpoint", "flatparam-files", "flatparam-publish"),
 }
 # Passed on without a signature that leads to it.
 ALSO_PASSED_ON: Final = {
@@ -263,11 +266,12 @@ def _is_or_is_under(name: str, module: str) -> bool:
 
 
 def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """There are the layers and the add-ons, and each holds the same things and one typed import package."""
+    """There are the layers, the add-ons and the tools, and each holds the same things and one typed import package."""
     for missing in sorted(PACKAGES.keys() - packages.keys()):
         yield f"packages/{missing} is missing"
     for strange in sorted(packages.keys() - PACKAGES.keys()):
-        yield f"packages/{strange} is neither one of the layers {', '.join(LAYERS)} nor an add-on: {', '.join(ADDONS)}"
+        others = ", ".join((*ADDONS, *TOOLS))
+        yield f"packages/{strange} is neither one of the layers {', '.join(LAYERS)} nor an add-on or a tool: {others}"
     for package in packages.values():
         shown = f"packages/{package.name}"
         found = {
@@ -292,7 +296,7 @@ def check_names(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """A layer imports only the layer directly beneath it (the wrapper: all four), and only its public names.
 
     An add-on imports layers, by their public names and those of the wrapper's modules that are open to add-ons; and no
-    other add-on. No layer imports an add-on, but under `if TYPE_CHECKING:` one of which it promises names.
+    other add-on. No layer imports an add-on or a tool, but under `if TYPE_CHECKING:` one of which it promises names.
     """
     by_module = {package.module: package for package in packages.values()}
     for package in packages.values():
@@ -376,6 +380,7 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
     """A package declares exactly the distributions that it imports; neighbours as ranges.
 
     Only the wrapper may declare add-ons, which it imports by name; nobody has to declare one that only types name.
+    What a tool imports of ours may be an extra. The extra `test` has the tools that the package is tested with.
     """
     for package in packages.values():
         declared = [_distribution(text) for text in package.project.get("dependencies", [])]
@@ -401,6 +406,9 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
         for name in sorted(set(declared) - imported.keys()):
             if not (name in ADDONS and package.name == "flatparam"):
                 yield f"{shown}: declares {name}, which nothing in src imports"
+        tools = TOOLS.keys() & tested_with(package.name) if package.name in PACKAGES else set()
+        for name in sorted(tools - {package.name, *map(_distribution, extras.get("test", []))}):
+            yield f"{shown}: the extra `test` lacks {name}, with which {package.name} is tested"
         for text in package.project.get("dependencies", []):
             if _distribution(text) in PACKAGES and not (">=" in text and "<" in text):
                 yield f"{shown}: {text!r} must be a range with both ends (>=...,<...)"
@@ -534,7 +542,7 @@ def main(arguments: list[str]) -> int:
     for problem in found:
         print(problem)
     if not found:
-        print(f"{len(RULES)} rules about {len(LAYERS)} layers and their add-ons hold")
+        print(f"{len(RULES)} rules about {len(LAYERS)} layers, their add-ons and their tools hold")
     return 1 if found else 0
 
 

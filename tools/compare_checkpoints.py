@@ -95,7 +95,7 @@ def start_server() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     modules = [
         "checkpoint_costs.rounds",
-        "flatparam_comm.processes.child",
+        "flatparam_simdev.worlds.child",
         "torch._dynamo",
     ]  # an optimizer wants the last
     multiprocessing.set_forkserver_preload(modules)

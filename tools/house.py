@@ -1,4 +1,4 @@
-"""The packages of this repository: the layers, from the lowest to the highest, and the add-ons; standard library only.
+"""The packages of this repository: the layers, lowest first, the add-ons and the tools; standard library only.
 
 Everything that goes through the packages reads them here: nox, the walls, the matrix, the figures.
 """
@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "beneath"]
+__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "TOOLS", "beneath", "tested_with"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
-#: `flatparam-files` is there for what will be an add-on, too: the contracts in pyproject.toml name these modules.
 LAYERS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-core": (),
     "flatparam-comm": ("flatparam-core",),
     "flatparam-runtime": ("flatparam-comm",),
-    "flatparam-state": ("flatparam-runtime", "flatparam-files"),
+    "flatparam-state": ("flatparam-runtime",),
     "flatparam": (
         "flatparam-core",
         "flatparam-comm",
         "flatparam-runtime",
         "flatparam-state",
-        "flatparam-files",
     ),
 }
 #: What each add-on may import, and declares. No layer imports an add-on.
@@ -34,14 +32,17 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam",
     ),
     "flatparam-files": ("flatparam-core",),
+    "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
     "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
 }
-PACKAGES: Final = {**LAYERS, **ADDONS}
-#: The packages that the tests of a package use besides, and name in its extra `test`.
+#: What each tool may import. Tools are for tests, ours and others': no package needs one to run.
+TOOLS: Final[dict[str, tuple[str, ...]]] = {"flatparam-simdev": ("flatparam-comm",)}
+PACKAGES: Final = {**LAYERS, **ADDONS, **TOOLS}
+#: The packages that the tests of a package use besides, and name in its extra `test`; they name tools, too.
 TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-guard": ("flatparam-onehost",),
     "flatparam-onehost": ("flatparam-guard",),
@@ -53,4 +54,11 @@ def beneath(name: str) -> tuple[str, ...]:
     needed = set(PACKAGES[name])
     for each in PACKAGES[name]:
         needed.update(beneath(each))
+    return tuple(other for other in PACKAGES if other in needed)
+
+
+def tested_with(name: str) -> tuple[str, ...]:
+    """Return what must be installed for the tests of `name`, lowest first: with what is beneath it, and tools."""
+    needed = {name, *beneath(name), *TESTED_WITH.get(name, ())}
+    needed.update(tool for tool in TOOLS if needed.issuperset(beneath(tool)))
     return tuple(other for other in PACKAGES if other in needed)

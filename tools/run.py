@@ -2,6 +2,7 @@
 
     python3 tools/run.py train [-- ARGS]    train the example model; ARGS go to tools/train.py
     python3 tools/run.py test [-- ARGS]     run every check; ARGS go to nox instead, e.g. -- -s lint types
+    python3 tools/run.py test core [ARGS]   run the tests of packages, from their sources; ARGS go to pytest
     python3 tools/run.py env                only set up
 
 What it sets up is one environment, .venv in this checkout, with the versions of tools/constraints.txt; a second call
@@ -323,15 +324,46 @@ def nox(arguments: List[str]) -> int:
             continue  # the terminal told nox too, and it may have a checkpoint to write
 
 
+def package_tests(short: str) -> Path:
+    """Return the folder of the tests of a package, by its name or by what comes after `flatparam-`."""
+    packages = ROOT / "packages"
+    named = [packages / short, packages / ("flatparam-" + short)]
+    return next((each / "tests" for each in named if short and (each / "tests").is_dir()), ROOT / "nothing")
+
+
+def test_packages(folders: List[Path], arguments: List[str]) -> int:
+    """Run pytest over the tests of packages, with the sources of all packages, and return its exit code."""
+    sources = sorted(str(each) for each in (ROOT / "packages").glob("*/src"))
+    path = os.pathsep.join([*sources, str(ROOT), str(ROOT / "tools")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [
+        str(venv_python()),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        str(min(4, os.cpu_count() or 1)),
+        "--dist",
+        "worksteal",
+    ]
+    command += ["-m", "not gpu and not long", *map(str, folders), *arguments]
+    say("Running pytest: " + " ".join(command[3:]))
+    return subprocess.call(command, cwd=str(ROOT), env=environment)
+
+
 def train(arguments: List[str]) -> int:
     """Train the example model."""
     return nox(["-s", "train", "--", *arguments])
 
 
 def test(arguments: List[str]) -> int:
-    """Run every check, or what `arguments` tell nox to run."""
+    """Run every check, or the tests of the packages that `arguments` name, or what they tell nox to run."""
     started = time.monotonic()
-    code = nox(arguments or ["-s", "tests"])
+    folders = []
+    while arguments and package_tests(arguments[0]).is_dir():
+        folders.append(package_tests(arguments[0]))
+        arguments = arguments[1:]
+    code = test_packages(folders, arguments) if folders else nox(arguments or ["-s", "tests"])
     minutes, seconds = divmod(int(time.monotonic() - started), 60)
     say("%s after %d min %02d s" % ("All green" if code == 0 else "Not green", minutes, seconds))
     return code

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from integration_tests.simulated import device
+from flatparam_simdev import device
 
 __all__ = ["device"]
 

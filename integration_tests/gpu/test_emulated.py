@@ -15,8 +15,8 @@ from gpu.place import Plan, take_device
 
 from flatparam_comm import Collectives, ReduceOp
 from flatparam_comm.testing import run_processes
-from integration_tests.simulated import build
-from integration_tests.simulated.races import find_races
+from flatparam_simdev import build
+from flatparam_simdev.races import find_races
 
 pytestmark = pytest.mark.processes
 
@@ -69,7 +69,7 @@ def test_everybody_has_the_data_of_the_first(kind: str) -> None:
 def races(ranks: Collectives, is_broken: bool) -> list[str]:
     """What the checker finds in a gather whose output is read, perhaps by who does not wait for it."""
     device = take_device(Plan("simulated", 1, imports=(REGISTER,)), 0)
-    from integration_tests.simulated import device as simulated
+    from flatparam_simdev import device as simulated
 
     if is_broken:
         waiting: Any = emulated._Under

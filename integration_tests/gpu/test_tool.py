@@ -16,7 +16,7 @@ from attrs import define
 from gpu.main import MEASUREMENTS
 
 from flatparam_comm.testing import PATIENCE
-from integration_tests.simulated import build
+from flatparam_simdev import build
 
 pytestmark = pytest.mark.processes
 

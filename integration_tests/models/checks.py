@@ -20,8 +20,8 @@ from flatparam import (
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
 from flatparam_core.storage.gradients import SMALL_NBYTES
+from flatparam_optim.segments.segment import STEP_NUMEL
 from flatparam_runtime import units_in
-from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_state import Checkpointer
 from integration_tests.models.described import LAYERS, STEPS, Model
 from integration_tests.models.every import named

@@ -94,7 +94,7 @@ def _captured(
     """How to do the work again, and where it puts what it returns; on the CPU it is only called."""
     if site.is_cpu:
         return (lambda result: work().detach().clone()), None
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     graph = device.Graph()
     with device.capture(graph):

@@ -12,10 +12,10 @@ from typing import Final
 
 import attrs
 
-from integration_tests.simulated.log import Kind, Record
+from flatparam_simdev.log import Kind, Record
+from flatparam_simdev.replay import Costs, replay
 from integration_tests.simulated.models import WIDTHS
 from integration_tests.simulated.programs import Program, run
-from integration_tests.simulated.replay import Costs, replay
 from integration_tests.simulated.worlds import World
 
 LEAST_NBYTES: Final = 4096

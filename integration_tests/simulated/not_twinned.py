@@ -147,7 +147,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_INTERFACE}/observing/test_trace.py::test_the_line_is_the_formula": _BY_HAND,
         f"{_INTERFACE}/test_deferred_init.py::test_buffers_of_a_unit_without_parameters": _CPU_BY_NAME,
         f"{_INTERFACE}/test_environment_switches.py::test_fake_reduce": _BY_HAND,
-        f"{_INTERFACE}/test_load_pretrained.py::test_memory": "it counts memory of the host",
+        "integration_tests/test_load_pretrained.py::test_memory": "it counts memory of the host",
         f"{_INTERFACE}/test_written_states.py::test_torchs_average_moves": (
             "torch averages whole numbers by an operation that the device has for fractions alone"
         ),

@@ -9,8 +9,8 @@ from typing import Final
 
 import attrs
 
+from flatparam_simdev.replay import Costs, Replay, Step, draw, replay
 from integration_tests.simulated.programs import Outcome, Program, run
-from integration_tests.simulated.replay import Costs, Replay, Step, draw, replay
 from integration_tests.simulated.worlds import on_simulated
 
 STEP: Final = "step 2"

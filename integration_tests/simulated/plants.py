@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from integration_tests.simulated import device, groups
+from flatparam_simdev import device, groups
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
-"""A plugin of pytest that has worlds of threads on the simulated device: whole files of tests have their twins by it.
+"""`flatparam_simdev.plugin` for tests of flatparam: worlds of threads are on the simulated device, too.
 
     python -m pytest -p integration_tests.simulated.plugin packages/flatparam-runtime/tests
 
-What a test makes is on the device, by torch's default device. Each rank has a stream of its own. A test fails, too, where
-the checker finds something in what its ranks have done. Tests that start processes are left out, and those that
-`not_twinned.py` lists.
+Each rank has a stream of its own. Tests that start processes are left out, and those that `not_twinned.py` lists.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import pytest
 import torch
 
 from flatparam_comm.threads import world as threads
-from integration_tests.simulated import device
+from flatparam_simdev import device
 from integration_tests.simulated.not_twinned import why_not_twinned
-from integration_tests.simulated.races import find_races
+
+pytest_plugins = ["flatparam_simdev.plugin"]
 
 _run_rank = threads._run_rank
 
@@ -31,13 +30,6 @@ def _run_rank_on_device(*args: Any) -> None:
 
 
 threads._run_rank = _run_rank_on_device  # type: ignore[assignment]  # it takes whatever that takes
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Have the tensors of modules of tests on the device, too."""
-    with device.DEVICE:
-        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,12 +49,6 @@ MOVING: Final = {
 
 
 @pytest.fixture(autouse=True)
-def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    device.start_log()
-    try:
-        with device.DEVICE, device.behaving("data_changes_device", request.path.name in MOVING):
-            yield
-    finally:
-        records = device.stop_log()
-    found = [str(finding) for finding in find_races(records)]
-    assert found == [], found
+def _moving(request: pytest.FixtureRequest, _on_device: None) -> Iterator[None]:
+    with device.behaving("data_changes_device", request.path.name in MOVING):
+        yield

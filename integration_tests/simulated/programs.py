@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from integration_tests.simulated.log import Kind, Record
+from flatparam_simdev.log import Kind, Record
+from flatparam_simdev.races import Finding, find_races
 from integration_tests.simulated.models import WIDTH, WIDTHS, Block, Chain, Matrix, Model, batch
-from integration_tests.simulated.races import Finding, find_races
 from integration_tests.simulated.waits import Wait, watched
 from integration_tests.simulated.worlds import World
 
@@ -137,7 +137,8 @@ def run(world: World, programs: Sequence[Program]) -> list[Outcome]:
 
 
 def _run_one(world: World, program: Program) -> Outcome:
-    from integration_tests.simulated import device, plants
+    from flatparam_simdev import device
+    from integration_tests.simulated import plants
 
     site = Site.of(world, program, device.mark)
     device.start_log()
@@ -153,7 +154,8 @@ def _run_one(world: World, program: Program) -> Outcome:
 
 
 def _perform(site: Site) -> dict[str, Tensor]:
-    from integration_tests.simulated import device, graphs, scenarios
+    from flatparam_simdev import device
+    from integration_tests.simulated import graphs, scenarios
 
     torch.manual_seed(0)
     is_fsdp1 = site.program.library == "fsdp1"  # which offloads so

@@ -118,7 +118,7 @@ def _fail(travel: Callable[[], Any], site: Site) -> None:
 
 def device_changes() -> AbstractContextManager[None]:
     """Inside, `.data =` can take a parameter to a different device, as torch allows it for CUDA."""
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     return device.behaving("data_changes_device", True)
 

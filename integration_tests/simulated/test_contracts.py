@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from flatparam_comm.testing import PATIENCE
-from integration_tests.simulated import build
+from flatparam_simdev import build
 from integration_tests.simulated.not_twinned import NOT_TWINNED, stands_for
 
 pytestmark = pytest.mark.processes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import attrs
 import pytest
 
-from integration_tests.simulated import graph_facts
-from integration_tests.simulated.programs import Outcome, Program
-from integration_tests.simulated.worlds import on_simulated
+from integration_tests.simulated.programs import Outcome, Program, run
+from integration_tests.simulated.worlds import World, on_simulated
 
 pytestmark = pytest.mark.processes
 
@@ -41,11 +41,16 @@ REFUSED: Final = {
 """What cannot be captured. FSDP1's host waits before each gather, so that it does not run too far ahead."""
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    """What one rank sees."""
-    facts: dict[str, Any] = on_simulated(1, graph_facts.of_one)[0]
-    return facts
+def attempt(world: World, programs: Sequence[Program]) -> list[Outcome | str]:
+    """Run each; where all ranks raise, what."""
+    return [_attempt(world, program) for program in programs]
+
+
+def _attempt(world: World, program: Program) -> Outcome | str:
+    try:
+        return run(world, [program])[0]
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ def outcomes() -> dict[str, Outcome | str]:
     """What the first rank has to tell of each row, or what was raised."""
     graphed = [attrs.evolve(p, scenario="graphed") if p.scenario == "train" else p for p in ROWS.values()]
     programs = [attrs.evolve(program, steps=6) for program in [*graphed, *REFUSED.values()]]
-    return dict(zip([*ROWS, *REFUSED], on_simulated(2, graph_facts.attempt, programs)[0], strict=True))
+    return dict(zip([*ROWS, *REFUSED], on_simulated(2, attempt, programs)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -89,36 +94,3 @@ def test_what_needs_the_host_is_refused_by_name(
 ) -> None:
     """What cannot be captured says why, and what to do."""
     assert re.search(message, str(outcomes[name])), outcomes[name]
-
-
-def test_nothing_happens_in_a_capture(facts: dict[str, Any]) -> None:
-    """What is captured is not done; each replay does it, with what is in memory then."""
-    assert facts["replays"] == {"captured": [1.0, 1.0], "first": [3.0, 3.0], "second": [7.0, 7.0]}
-
-
-def test_numbers_of_the_host_are_those_of_the_capture(facts: dict[str, Any]) -> None:
-    """What the host has computed with, it has computed with once."""
-    assert facts["numbers_of_the_host"] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("what", graph_facts.REFUSED)
-def test_what_a_capture_refuses(facts: dict[str, Any], what: str) -> None:
-    """Whatever tells the host of the device raises in a capture, and what the host did before it is as it was."""
-    message, after = facts["refused"][what]
-    assert "not permitted when stream is capturing" in message
-    assert after == [1.0, 1.0]
-
-
-def test_streams_take_part_by_events(facts: dict[str, Any]) -> None:
-    """A stream takes part once it has waited for an event of the capture, and must be waited for; no other may work."""
-    assert facts["streams"]["forked and joined"] == [4.0, 4.0]
-    assert "no event has forked" in facts["streams"]["not forked"]
-    assert "unjoined work" in facts["streams"]["not joined"]
-    assert "uncaptured work" in facts["streams"]["waiting for what was before"]
-
-
-def test_memory_of_a_graph(facts: dict[str, Any]) -> None:
-    """A graph keeps what was allocated in it; a replay that uses memory from outside that is gone is an error."""
-    assert facts["memory"]["grown"] > 0
-    assert "use after free" in facts["memory"]["error"]
-    assert facts["memory"]["left"] == 0

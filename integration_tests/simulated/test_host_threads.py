@@ -86,8 +86,8 @@ def saved_under_a_default_device(world: World, folder: str) -> tuple[bool, list[
     """Whether a state of the host comes back to the host, and what races, if all that is made is on the device."""
     from flatparam import Checkpointer
     from flatparam import FullyShardedDataParallel as FSDP
-    from integration_tests.simulated import device
-    from integration_tests.simulated.races import find_races
+    from flatparam_simdev import device
+    from flatparam_simdev.races import find_races
 
     with world.device:
         model = FSDP(nn.Linear(3, 5), process_group=world.group, device_id=world.device)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_core import all_thresholds
+from flatparam_simdev.replay import Costs, Step, replay
 from integration_tests.simulated.overlap import STEP
 from integration_tests.simulated.programs import Program, run
-from integration_tests.simulated.replay import Costs, Step, replay
 from integration_tests.simulated.worlds import World, on_simulated
 
 pytestmark = pytest.mark.processes

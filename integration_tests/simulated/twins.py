@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from integration_tests.simulated.races import find_races
+from flatparam_simdev.races import find_races
 from integration_tests.simulated.worlds import World, on_simulated
 
 Job: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -39,7 +39,7 @@ def _do_all(world: World, jobs: Sequence[Job]) -> list[list[str]]:
 
 
 def _wrong_with(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     device.start_log()
     try:

@@ -14,8 +14,10 @@ import attrs
 OWN: Final = Path(__file__).parent
 LIBRARIES: Final = ("flatparam", "torch/distributed/fsdp", "torch/nn/utils/clip_grad")
 """What stands in the names of the files of a library."""
-PASSED_ON: Final = ("streams.py", "process_child.py")
-"""Files that wait for others, and that call everything."""
+PASSED_ON: Final = "streams.py"
+"""A file that waits for others."""
+DEVICE: Final = "flatparam_simdev"
+"""The device itself, and the world that calls everything, are no library."""
 
 
 @attrs.frozen
@@ -37,7 +39,7 @@ class Wait:
 @contextlib.contextmanager
 def watched() -> Iterator[list[tuple[str, Wait]]]:
     """What the host waits for inside, while there is a log: the phase that was marked last, and the wait."""
-    from integration_tests.simulated import device
+    from flatparam_simdev import device
 
     found: list[tuple[str, Wait]] = []
     device.on_wait_of_host(lambda what: found.append((device.phase(), Wait(what, _place()))))
@@ -48,8 +50,8 @@ def watched() -> Iterator[list[tuple[str, Wait]]]:
 
 
 def _place() -> str:
-    frames = [f for f in traceback.extract_stack() if f.filename != __file__]
-    frames = [f for f in frames if Path(f.filename).name not in PASSED_ON]
+    frames = [f for f in traceback.extract_stack() if f.filename != __file__ and DEVICE not in f.filename]
+    frames = [f for f in frames if Path(f.filename).name != PASSED_ON]
     library = [f for f in frames if any(word in f.filename for word in LIBRARIES)]
     own = [f for f in frames if Path(f.filename).parent == OWN]
     frame = (library or own or frames)[-1]

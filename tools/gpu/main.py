@@ -57,7 +57,7 @@ PRELOADED: Final = (
     "torch.distributed.fsdp",
     "flatparam",
     "flatparam_comm.testing",
-    "flatparam_comm.processes.child",
+    "flatparam_simdev.worlds.child",
 )
 OUT_OF_TIME: Final = "the time that all measurements have together (--budget) was over"
 

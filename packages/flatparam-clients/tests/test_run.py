@@ -161,9 +161,14 @@ def test_programs_that_are_not_there(folder: Path) -> None:
 
 
 def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a program the command says what it takes; `--help` shows it, and needs no torch."""
+    """Without a program the command says what it takes."""
     assert main(["run"]) == 2
     assert "expected a script, or -m and a module" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """`flatparam run --help` shows what it takes."""
+    pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit) as exit:
         main(["run", "--help"])
     assert exit.value.code == 0

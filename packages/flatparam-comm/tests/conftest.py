@@ -21,8 +21,8 @@ from flatparam_comm import (
     RecordingCollectives,
     SingleCollectives,
 )
-from flatparam_comm.processes import world as processes
 from flatparam_comm.testing import PATIENCE, be_patient, run_processes, run_threads
+from flatparam_simdev.worlds import world as processes
 
 be_patient()
 

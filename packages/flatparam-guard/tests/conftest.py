@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flatparam_comm.processes import world as processes
 from flatparam_comm.testing import PATIENCE, be_patient
+from flatparam_simdev.worlds import world as processes
 
 be_patient()
 

@@ -10,7 +10,7 @@ def _module_of_state(name: str) -> Any:
     return import_module(f"packages.flatparam-state.tests.{name}")  # no name that an `import` could have
 
 
-_models, _worlds, _small = (_module_of_state(name) for name in ("models", "worlds", "checkpoint.small"))
+_models, _worlds, _kills = (_module_of_state(name) for name in ("models", "worlds", "kills"))
 
 CASES: Final = _models.CASES
 Case: Final = _models.Case
@@ -18,6 +18,6 @@ mlp: Final = _models.mlp
 shard: Final = _worlds.shard
 shard_case: Final = _worlds.shard_case
 AllocatedBytes: Final = _module_of_state("accounting").AllocatedBytes
-KillAtCall: Final = _small.KillAtCall
-end_of: Final = _small.end_of
-fork: Final = _small.fork
+KillAtCall: Final = _kills.KillAtCall
+end_of: Final = _kills.end_of
+fork: Final = _kills.fork

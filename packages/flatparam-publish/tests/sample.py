@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_state import model_state_dict
-from flatparam_state.checkpoint.model_tensors import model_tensors
+from flatparam_state.model_tensors import model_tensors
 
 
 def change(model: nn.Module, step: int, size: float = 1e-3) -> None:
     """Change about every second element of the shards of `model`, most of them so little that bfloat16 hides it."""
     with torch.no_grad():
         for tensor in model_tensors(model):
-            if not tensor.info.dtype.is_floating_point:
+            if not tensor.dtype.is_floating_point:
                 continue
             numel = torch.arange(tensor.local.numel()) + tensor.span.start
             grows = ((numel * 2654435761 + step * 40503) % 7 < 3).view(tensor.local.shape)

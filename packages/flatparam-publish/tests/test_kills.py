@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_publish import Mailbox, Publisher, Receiver
-from flatparam_state.checkpoint.model_tensors import model_tensors
+from flatparam_state.model_tensors import model_tensors
 from flatparam_state.ranks import topology_of
 
 from .beneath import KillAtCall, end_of, fork, shard

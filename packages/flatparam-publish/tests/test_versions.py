@@ -15,7 +15,7 @@ from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import rectangle, run_threads
 from flatparam_publish import GroupChannel, Mailbox, Publisher, PublishError, Receiver, Slicing, publish
 from flatparam_runtime import UnitPlan, shard_module
-from flatparam_state.checkpoint.model_tensors import model_tensors
+from flatparam_state.model_tensors import model_tensors
 
 from .beneath import CASES, mlp, shard, shard_case
 from .sample import assert_equal, bits, change, expected

@@ -7,7 +7,7 @@ import pytest
 import flatparam_runtime
 
 
-@pytest.mark.parametrize("name", flatparam_runtime._MOVED)
+@pytest.mark.parametrize("name", flatparam_runtime._MOVED["flatparam_optim"])
 def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is promised all the same, and the error says which name is lacking and what to install."""
     monkeypatch.setitem(sys.modules, "flatparam_optim", None)
@@ -16,7 +16,7 @@ def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError) as caught:
         getattr(flatparam_runtime, name)
     assert str(caught.value) == (
-        f"flatparam_runtime.{name}: expected the add-on flatparam-optim, which is not installed: "
+        f"flatparam_runtime.{name}: expected the package flatparam-optim, which is not installed: "
         "pip install flatparam-optim"
     )
     assert caught.value.name == "flatparam_optim"

@@ -1,178 +1,165 @@
-"""When full parameters are in memory: settings that may change between passes, and gathers that a caller asks for."""
+"""The table that decides whether full parameters may go, row by row."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from flatparam_comm import Collectives, Residency, SingleCollectives
-from flatparam_runtime import Casting, EventLog, clip_gradients_, observe, unit_of, units_in
-
-from .models import WIDTH, Stack, batch
-from .worlds import check_at_rest, check_same, full_gradients, mean_gradients, run, seeded, sharded
-
-BLOCKS = ["blocks.0", "blocks.1"]
+from flatparam_comm import Residency
+from flatparam_runtime.passes.freeing import Moment, may_free
+from flatparam_runtime.unit import Phase
 
 
-def loss(module: nn.Module, rank: int) -> torch.Tensor:
-    out: torch.Tensor = module(batch(rank, near=module)).square().mean()
-    return out
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_the_outermost_unit_frees_if_it_is_told_to(keeps: bool, use_orig_params: bool) -> None:
-    """Without `keeps_outermost` the root is freed after its forward, and gathered again; gradients stay the same."""
-
-    def rank(ranks: Collectives) -> Any:
-        module = sharded(Stack, ranks, units=BLOCKS, keeps_outermost=keeps, use_orig_params=use_orig_params)
-        output = loss(module, ranks.rank)
-        root = units_in(module)[0]
-        assert root.residency is (Residency.UNSHARDED if keeps else Residency.SHARDED)
-        output.backward()
-        check_at_rest(module)
-        return full_gradients(module)
-
-    expected = mean_gradients(seeded(Stack), loss, 2)
-    for found in run(2, rank):
-        check_same(found, expected)
-
-
-def test_settings_change_from_the_next_pass_on() -> None:
-    """`change_freeing` keeps the full parameters of a unit after its forward that were freed before."""
-    module = sharded(Stack, SingleCollectives(), units=BLOCKS)
-    block = units_in(module)[1]
-    loss(module, 0).backward()
-    block.change_plan(free_after_forward=False)
-    output = loss(module, 0)
-    assert block.residency is Residency.UNSHARDED
-    output.backward()
-    check_at_rest(module)
-
-
-def kinds(log: EventLog, unit: Any) -> list[str]:
-    return [event.kind for event in log.events if event.unit == unit.name]
-
-
-def test_a_pass_uses_what_a_caller_gathered() -> None:
-    """After `hold` the next forward gathers nothing; after a step in between, it does, because the values are stale."""
-
-    def rank(ranks: Collectives) -> None:
-        module = sharded(Stack, ranks, units=BLOCKS, use_orig_params=True)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        block = units_in(module)[1]
-        loss(module, ranks.rank).backward()
-        log = EventLog()
-        with observe(module, log):
-            block.hold()
-            assert block.showing.are_held
-            with torch.no_grad():
-                module(batch(ranks.rank))
-            assert not block.showing.are_held
-        assert kinds(log, block).count("unshard") == 1
-        block.hold()
-        block.finish_unshard()
-        before = block.module.up.weight.detach().clone()
-        optimizer.step()
-        block.hold()
-        block.finish_unshard()
-        assert not torch.equal(before, block.module.up.weight)
-        block.reshard()
-
-    run(2, rank)
-
-
-def test_a_caller_may_gather_what_no_pass_uses() -> None:
-    """A pass that does not call the unit leaves its full parameters in memory."""
-    module = sharded(Stack, SingleCollectives(), units=BLOCKS)
-    module(batch())
-    first, last = units_in(module)[1:]
-    last.hold()
-    first.module(batch())
-    assert last.residency is Residency.UNSHARDING
-    last.finish_unshard()
-    last.reshard()
-
-
-def test_a_backward_that_needs_no_parameters() -> None:
-    """With `unshards_in_backward=False` an embedding is gathered once a step, and its gradients are the same."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, WIDTH)
-            self.rest = Stack()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.rest(self.table(x))
-            return out
-
-    def of_words(module: nn.Module, rank: int) -> torch.Tensor:
-        out: torch.Tensor = module(torch.tensor([0, rank, 3])).square().mean()
-        return out
-
-    def rank(ranks: Collectives) -> Any:
-        module = sharded(Words, ranks, units=["table"], use_orig_params=True)
-        table = unit_of(module.table)
-        assert table is not None
-        table.change_plan(unshards_in_backward=False)
-        log = EventLog()
-        with observe(module, log):
-            of_words(module, ranks.rank).backward()
-        assert kinds(log, table).count("unshard") == 1
-        check_at_rest(module)
-        return full_gradients(module)
-
-    expected = mean_gradients(seeded(Words), of_words, 2)
-    for found in run(2, rank):
-        check_same(found, expected)
-
-
-def test_outputs_are_cast() -> None:
-    """`output_dtype` casts floating-point outputs, with and without a dtype for inputs, also those of a block."""
-    module = sharded(Stack, SingleCollectives(), casting=Casting(output_dtype=torch.float64))
-    assert module(batch()).dtype is torch.float64
-    loss(module, 0).backward()
-    module = sharded(Stack, SingleCollectives(), casting=Casting(torch.float32, output_dtype=torch.float16))
-    assert module(batch().double()).dtype is torch.float16
-
-
-def test_a_unit_without_parameters_casts_if_it_is_told_to() -> None:
-    """`without_parameters` has a unit below the root cast its inputs although it has no parameters."""
-    casting = Casting(torch.float32, below_root=True)
-    assert not casting.applies(is_top=False, manages=False)
-    assert Casting(torch.float32, below_root=True, without_parameters=True).applies(
-        is_top=False, manages=False
+def _unit(**facts: Any) -> Any:
+    """A unit at rest under FULL_SHARD, of which a test changes facts."""
+    plan = SimpleNamespace(free_after_forward=True, free_after_unsynced_backward=True, keeps_outermost=False)
+    unit = SimpleNamespace(
+        plan=plan,
+        phase=Phase.IDLE,
+        residency=Residency.UNSHARDED,
+        is_needed=False,
+        is_stale=False,
+        was_given_data=False,
+        trainable=("a flat parameter",),
+        showing=SimpleNamespace(are_held=False),
+        reducer=SimpleNamespace(synchronises=True),
     )
-    assert not Casting(torch.float32, without_parameters=True).applies(is_top=False, manages=False)
+    for name, value in facts.items():
+        owner = plan if hasattr(plan, name) else unit
+        owner = unit.showing if name == "are_held" else unit.reducer if name == "synchronises" else owner
+        setattr(owner, name, value)
+    return unit
 
 
-def test_clipping_by_groups() -> None:
-    """Parts count with those of the other ranks of their group, whole gradients once; a rank may have no part."""
-
-    def rank(ranks: Collectives) -> Any:
-        part = torch.full((2,), 3.0) if ranks.rank == 0 else None
-        whole = torch.tensor([4.0])
-        norm = clip_gradients_({ranks: [] if part is None else [part]}, [whole], 1.0, device=whole.device)
-        return norm, part, whole
-
-    expected = (9.0 + 9.0 + 16.0) ** 0.5
-    for norm, part, whole in run(2, rank):
-        torch.testing.assert_close(norm, torch.tensor(expected))
-        torch.testing.assert_close(whole, torch.tensor([4.0]) / expected)
-        assert part is None or torch.allclose(part, torch.full((2,), 3.0) / expected)
+def _call(**facts: Any) -> Any:
+    """A call inside a recorded pass whose outputs are watched."""
+    known = {
+        "failed": False,
+        "recorded": True,
+        "watched": True,
+        "is_top": False,
+        "inputs": {},
+        "returned": (),
+    }
+    return SimpleNamespace(**(known | facts))
 
 
-def test_clipping_by_groups_of_a_norm_that_is_not_finite() -> None:
-    """It is refused on every rank on demand, and no gradient has changed."""
+RECORDED, INFERENCE = SimpleNamespace(recorded=True), SimpleNamespace(recorded=False)
 
-    def rank(ranks: Collectives) -> None:
-        gradient = torch.tensor([float("inf") if ranks.rank == 1 else 1.0])
-        kept = gradient.clone()
-        with pytest.raises(RuntimeError, match="cannot be clipped"):
-            clip_gradients_({ranks: [gradient]}, [], 1.0, device=gradient.device, error_if_nonfinite=True)
-        assert torch.equal(gradient, kept)
+CALL_ENDED: list[tuple[str, bool, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("a plain call", True, {}, {}, {}),
+    ("in a backward pass", False, {}, {}, {"in_backward": True}),
+    ("first in backward", False, {}, {}, {"is_next": True}),
+    ("first in backward, of a call that is not recorded", True, {}, {"recorded": False}, {"is_next": True}),
+    ("another call uses them", False, {"is_needed": True}, {}, {}),
+    (
+        "another call uses them, and this one failed",
+        True,
+        {"is_needed": True},
+        {"failed": True, "recorded": False},
+        {},
+    ),
+    ("outputs hide their tensors", False, {}, {"watched": False}, {}),
+    ("outputs hide, of a frozen unit", True, {"trainable": ()}, {"watched": False}, {}),
+    (
+        "outputs hide, of a frozen unit with inputs",
+        False,
+        {"trainable": ()},
+        {"watched": False, "inputs": {1: 2}},
+        {},
+    ),
+    ("the plan keeps them", False, {"free_after_forward": False}, {}, {}),
+    ("the plan keeps the outermost", False, {"keeps_outermost": True}, {"is_top": True}, {}),
+    ("the plan keeps the outermost, and it is another", True, {"keeps_outermost": True}, {}, {}),
+    (
+        "the plan keeps them for a checkpoint",
+        False,
+        {"free_after_forward": False},
+        {"recorded": False},
+        {"around": RECORDED},
+    ),
+    (
+        "the plan keeps them, and nothing is recorded",
+        True,
+        {"free_after_forward": False},
+        {"recorded": False},
+        {"around": INFERENCE},
+    ),
+    (
+        "the plan keeps them, and the outermost call is not recorded",
+        True,
+        {"free_after_forward": False},
+        {"recorded": False, "is_top": True},
+        {"around": RECORDED},
+    ),
+]
 
-    run(2, rank)
+
+@pytest.mark.parametrize(
+    ("facts", "of_call", "more", "goes"),
+    [(f, c, m, g) for _, g, f, c, m in CALL_ENDED],
+    ids=[row[0] for row in CALL_ENDED],
+)
+def test_after_a_call(
+    facts: dict[str, Any], of_call: dict[str, Any], more: dict[str, Any], goes: bool
+) -> None:
+    """Each row of CALL_ENDED decides as it says."""
+    more = {"around": RECORDED} | more
+    assert may_free(_unit(**facts), Moment.CALL_ENDED, _call(**of_call), **more) is goes
+
+
+def test_what_a_call_returned_stays() -> None:
+    """Who called computes with a parameter that the call has returned, whether the unit is the caller's or a lender."""
+    unit = _unit()
+    call = _call(returned={id(unit)})
+    call.returned = [unit]
+    assert not may_free(unit, Moment.CALL_ENDED, call, around=RECORDED)
+    assert not may_free(unit, Moment.READER_ENDED, call, around=RECORDED)
+
+
+@pytest.mark.parametrize(
+    ("facts", "of_call", "around", "goes"),
+    [
+        ({}, {}, RECORDED, True),
+        ({"is_needed": True}, {}, RECORDED, False),
+        ({"phase": Phase.FORWARD}, {}, RECORDED, False),
+        ({"free_after_forward": False}, {}, RECORDED, False),
+        ({"free_after_forward": False}, {}, INFERENCE, True),
+        ({}, {"watched": False}, RECORDED, False),
+        ({}, {"watched": False, "recorded": False}, RECORDED, True),
+        ({}, {"watched": False}, INFERENCE, True),
+    ],
+)
+def test_after_a_reader(facts: dict[str, Any], of_call: dict[str, Any], around: Any, goes: bool) -> None:
+    """Each row of READER_ENDED decides as it says."""
+    assert may_free(_unit(**facts), Moment.READER_ENDED, _call(**of_call), around=around) is goes
+
+
+@pytest.mark.parametrize(
+    ("moment", "facts", "is_kept", "goes"),
+    [
+        (Moment.LOAN_ENDED, {}, False, True),
+        (Moment.LOAN_ENDED, {"is_needed": True}, False, False),
+        (Moment.LOAN_ENDED, {"phase": Phase.FORWARD}, False, False),
+        (Moment.LOAN_ENDED, {"free_after_forward": False}, False, False),
+        (Moment.FORWARD_ENDED, {}, False, False),
+        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING}, False, True),
+        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "phase": Phase.FORWARD}, False, False),
+        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "are_held": True}, False, False),
+        (Moment.COMPLETE, {}, False, True),
+        (Moment.COMPLETE, {}, True, False),
+        (Moment.COMPLETE, {"synchronises": False}, False, True),
+        (Moment.COMPLETE, {"synchronises": False, "free_after_unsynced_backward": False}, False, False),
+        (Moment.COMPLETE, {"free_after_unsynced_backward": False}, False, True),
+        (Moment.PASS_BEGINS, {}, False, True),
+        (Moment.PASS_BEGINS, {}, True, False),
+        (Moment.PASS_BEGINS, {"are_held": True}, False, False),
+        (Moment.PASS_BEGINS, {"is_stale": True}, True, True),
+        (Moment.PASS_BEGINS, {"was_given_data": True, "are_held": True}, True, True),
+    ],
+)
+def test_other_moments(moment: Moment, facts: dict[str, Any], is_kept: bool, goes: bool) -> None:
+    """Each row of the other moments decides as it says."""
+    assert may_free(_unit(**facts), moment, is_kept=is_kept) is goes

@@ -67,3 +67,22 @@ def decay_groups(model: nn.Module, *, names: Callable[[str], bool]) -> list[dict
     chosen = [parameter for name, parameter in model.named_parameters() if names(name)]
     others = [parameter for name, parameter in model.named_parameters() if not names(name)]
     return [{"params": chosen, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 0.01}]
+
+
+def lacking_a_parameter(model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    """Rank 1's optimizer does not hold the first parameter of which it has elements."""
+    parameters = list(model.parameters())
+    if rank == 1:
+        parameters.remove(next(parameter for parameter in parameters if parameter.numel()))
+    return adam(parameters)
+
+
+def lacking_a_step(model: nn.Module, rank: int) -> torch.optim.Optimizer:
+    """Rank 1's optimizer holds all, and has not stepped the first parameter of which it has elements."""
+    optimizer = adam(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: _drop_a_gradient(model) if rank == 1 else None)
+    return optimizer
+
+
+def _drop_a_gradient(model: nn.Module) -> None:
+    next(parameter for parameter in model.parameters() if parameter.numel()).grad = None

@@ -7,16 +7,19 @@ import pytest
 import flatparam_state
 
 
-@pytest.mark.parametrize("name", flatparam_state._MOVED)
-def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("addon", "name"), [(addon, name) for addon, names in flatparam_state._MOVED.items() for name in names]
+)
+def test_a_name_of_an_add_on_that_is_lacking(addon: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is promised all the same, and the error says which name is lacking and what to install."""
-    monkeypatch.setitem(sys.modules, "flatparam_publish", None)
+    monkeypatch.setitem(sys.modules, addon, None)
     monkeypatch.delitem(vars(flatparam_state), name, raising=False)
     assert name in flatparam_state.__all__
     with pytest.raises(ModuleNotFoundError) as caught:
         getattr(flatparam_state, name)
+    distribution = addon.replace("_", "-")
     assert str(caught.value) == (
-        f"flatparam_state.{name}: expected the add-on flatparam-publish, which is not installed: "
-        "pip install flatparam-publish"
+        f"flatparam_state.{name}: expected the package {distribution}, which is not installed: "
+        f"pip install {distribution}"
     )
-    assert caught.value.name == "flatparam_publish"
+    assert caught.value.name == addon

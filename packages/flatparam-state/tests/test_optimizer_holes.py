@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,80 +10,38 @@ from torch import nn
 
 from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
-from flatparam_state import CheckpointError, load_optimizer_state, optimizer_state_dict
-from flatparam_state.checkpoint import Checkpointer
+from flatparam_state import load_optimizer_state, optimizer_state_dict
 from flatparam_state.optimizer.holdings.inventory import Inventory, first_hole
 
 from .models import mlp
-from .optimizers import adam
+from .optimizers import adam, lacking_a_parameter, lacking_a_step
 from .worlds import assert_same_optimizer, made_up_gradients, named_state, same_on_all, shard, step
 
 UNITS = ("0", "2", "")
 
 
-def lacking_a_parameter(model: nn.Module, rank: int) -> torch.optim.Optimizer:
-    """Rank 1's optimizer does not hold the first parameter of which it has elements."""
-    parameters = list(model.parameters())
-    if rank == 1:
-        parameters.remove(next(parameter for parameter in parameters if parameter.numel()))
-    return adam(parameters)
-
-
-def lacking_a_step(model: nn.Module, rank: int) -> torch.optim.Optimizer:
-    """Rank 1's optimizer holds all, and has not stepped the first parameter of which it has elements."""
-    optimizer = adam(model.parameters())
-    optimizer.register_step_pre_hook(lambda *_: _drop_a_gradient(model) if rank == 1 else None)
-    return optimizer
-
-
-def _drop_a_gradient(model: nn.Module) -> None:
-    next(parameter for parameter in model.parameters() if parameter.numel()).grad = None
-
-
-def save_all(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collectives, path: Path) -> None:
-    optimizer_state_dict(model, optimizer)
-
-
-def save_files(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collectives, path: Path) -> None:
-    with Checkpointer(path, model, optimizer, ranks=ranks) as checkpointer:
-        checkpointer.save(3)
-
-
-def save_in_the_background(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collectives, path: Path
-) -> None:
-    with Checkpointer(path, model, optimizer, ranks=ranks, asynchronous=True) as checkpointer:
-        checkpointer.save(3)
-
-
-@pytest.mark.parametrize("save", [save_all, save_files, save_in_the_background])
 @pytest.mark.parametrize(
     ("make", "lacks"), [(lacking_a_parameter, "does not hold"), (lacking_a_step, "has no state")]
 )
 def test_a_hole_is_refused(
     make: Callable[..., torch.optim.Optimizer],
     lacks: str,
-    save: Callable[..., None],
     use_orig_params: bool,
-    tmp_path: Path,
 ) -> None:
-    """Every rank raises an error that names rank 1 and a parameter; no checkpoint is there after it."""
+    """Every rank raises an error that names rank 1 and a parameter."""
 
     def rank(ranks: Collectives) -> str:
         model = shard(mlp(), ranks, UNITS, use_orig_params=use_orig_params)
         optimizer = make(model, ranks.rank)
         step(model, optimizer, made_up_gradients(mlp(), 0))
         with pytest.raises(FlatParamError) as caught:
-            save(model, optimizer, ranks, tmp_path)
-        if isinstance(caught.value, CheckpointError):
-            assert (caught.value.rank, caught.value.fqn is not None) == (1, True)
+            optimizer_state_dict(model, optimizer)
         return str(caught.value)
 
     messages = same_on_all(2, rank)
     assert messages[0] == messages[1]
     assert "rank 1 " + lacks in messages[0]
     assert any(repr(name) in messages[0] for name, _ in mlp().named_parameters())
-    assert not list(tmp_path.glob("step-*"))
 
 
 def test_loading_into_a_hole(use_orig_params: bool) -> None:
@@ -144,31 +101,6 @@ def test_what_a_rank_has_nothing_of_may_be_left_out() -> None:
 
     for saved in same_on_all(4, rank):
         assert_same_optimizer(saved, named_state(plain, whole), ordered=False)
-
-
-def test_what_rank_0_has_nothing_of_is_in_the_checkpoints_groups(tmp_path: Path) -> None:
-    """A checkpoint of optimizers without empty originals loads into one that holds all, at a different world size."""
-    gradients = made_up_gradients(mlp(), 0)
-
-    def save(ranks: Collectives) -> None:
-        model = shard(mlp(), ranks, UNITS, use_orig_params=True)
-        optimizer = adam([p for p in model.parameters() if p.numel()])
-        step(model, optimizer, gradients)
-        save_files(model, optimizer, ranks, tmp_path)
-
-    def load(ranks: Collectives) -> Any:
-        model = shard(mlp(), ranks, ("",))
-        optimizer = adam(model.parameters())
-        with Checkpointer(tmp_path, model, optimizer, ranks=ranks) as checkpointer:
-            checkpointer.load()
-        return optimizer_state_dict(model, optimizer)
-
-    plain = mlp()
-    whole = adam(plain.parameters())
-    step(plain, whole, gradients)
-    same_on_all(4, save)
-    for found in same_on_all(2, load):
-        assert_same_optimizer(found, named_state(plain, whole), ordered=False)
 
 
 def test_a_state_without_groups() -> None:
@@ -233,8 +165,8 @@ def test_ranks_may_list_parameters_in_another_order(rank0_only: bool, use_orig_p
         assert_same_optimizer(found, expected, ordered=False)
 
 
-def test_the_order_of_an_optimizers_own_state(use_orig_params: bool, tmp_path: Path) -> None:
-    """The entries of a parameter's state keep the optimizer's order when it is saved, loaded, and read from files."""
+def test_the_order_of_an_optimizers_own_state(use_orig_params: bool) -> None:
+    """The entries of a parameter's state keep the optimizer's order when it is saved and loaded."""
     order = ["step", "exp_avg", "exp_avg_sq"]
 
     def rank(ranks: Collectives) -> None:
@@ -245,10 +177,6 @@ def test_the_order_of_an_optimizers_own_state(use_orig_params: bool, tmp_path: P
         assert {tuple(values) for values in saved["state"].values()} == {tuple(order)}
         loaded = load_optimizer_state(model, optimizer, saved)
         assert {tuple(values) for values in loaded["state"].values()} == {tuple(order)}
-        with Checkpointer(tmp_path, model, optimizer, ranks=ranks) as checkpointer:
-            checkpointer.save(1)
-            checkpointer.load()
-        assert {tuple(values) for values in optimizer.state.values()} == {tuple(order)}
 
     same_on_all(2, rank)
 

@@ -25,14 +25,16 @@ PUBLISHING = (
     "Slicing",
     "publish",
 )
+CHECKPOINTS = ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained")
 LACKING = "expected the add-on {0}, which is not installed: pip install {0} (flatparam[all]: every add-on)"
 
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No add-on is installed."""
+    """No add-on is installed, but that of which every command has something."""
     for name in addons._ADDONS:
-        monkeypatch.setitem(sys.modules, name, None)
+        if name != "flatparam_files":
+            monkeypatch.setitem(sys.modules, name, None)
     for module in (flatparam, flatparam.wrap, flatparam.optim):
         for name in (
             "Installation",
@@ -44,6 +46,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
             "PlannedPolicy",
             "planned",
             *PUBLISHING,
+            *CHECKPOINTS,
             *flatparam.optim.__all__,
         ):
             monkeypatch.delitem(vars(module), name, raising=False)
@@ -92,6 +95,7 @@ def test_importing_imports_no_add_on() -> None:
         (flatparam, "Plan", "flatparam-plan"),
         (flatparam.wrap, "planned", "flatparam-plan"),
         *((flatparam, name, "flatparam-publish") for name in PUBLISHING),
+        *((flatparam, name, "flatparam-checkpoint") for name in CHECKPOINTS),
         *((flatparam.optim, name, "flatparam-optim") for name in flatparam.optim.__all__),
     ],
 )
@@ -102,6 +106,34 @@ def test_a_name_of_an_add_on_that_is_lacking(module: object, name: str, addon: s
         getattr(module, name)
     assert str(caught.value) == LACKING.format(addon)
     assert caught.value.name == addon.replace("-", "_")
+
+
+def test_without_the_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their error and the command say what to install; a program runs all the same."""
+    monkeypatch.setitem(sys.modules, "flatparam_files", None)
+    monkeypatch.delitem(vars(flatparam), "CheckpointError", raising=False)
+    with pytest.raises(ImportError) as caught:
+        flatparam.CheckpointError  # noqa: B018
+    assert str(caught.value) == LACKING.format("flatparam-files")
+    assert main(["trace", "draw"]) == 2
+    assert capsys.readouterr() == ("", f"flatparam: error: {LACKING.format('flatparam-files')}\n")
+    program = tmp_path / "program.py"
+    program.write_text("print('runs')\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import sys; sys.modules['flatparam_files'] = None\n"
+            "from flatparam.command import main; sys.exit(main(sys.argv[1:]))",
+            *("run", str(program)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "runs\n", "")
 
 
 @pytest.mark.usefixtures("lacking")
@@ -117,6 +149,7 @@ def test_a_command_of_an_add_on_that_is_lacking(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`flatparam plan` says in a line what to install, whatever its arguments, and the status is 2."""
+    pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *arguments])
     assert capsys.readouterr() == ("", f"flatparam plan: error: {LACKING.format('flatparam-plan')}\n")
@@ -190,6 +223,7 @@ def test_a_name_that_nobody_promises() -> None:
 @pytest.mark.usefixtures("lacking", "installed")
 def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     """The help has what is installed and what is not; an installed package brings its command."""
+    pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out
@@ -213,6 +247,7 @@ def test_a_command_that_cannot_be_imported(
     command: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says what it lacks, as the help does, and takes no other command with it."""
+    pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="2"):
         main([command, "now"])
     assert capsys.readouterr().err == f"flatparam {command}: error: {error}\n"

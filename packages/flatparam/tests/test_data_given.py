@@ -1,6 +1,7 @@
 """Other data that the user gives parameters between passes (`.data =`, or a new object), and who reads them next."""
 
 import copy
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from flatparam import Checkpointer, ShardedEMA, ShardingStrategy, fully_shard, offload, onload
+import flatparam
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardedEMA, ShardingStrategy, fully_shard, offload, onload
 from flatparam.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
@@ -56,7 +58,7 @@ def by_dcp(model: nn.Module, world: Collectives) -> Any:
 
 def by_checkpoint(model: nn.Module, world: Collectives) -> Any:
     (folder,) = {*world.exchange(tempfile.mkdtemp() if world.rank == 0 else None, label="folder")} - {None}
-    with Checkpointer(folder, model, ranks=world) as checkpointer:
+    with flatparam.Checkpointer(folder, model, ranks=world) as checkpointer:
         checkpointer.save(1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -86,7 +88,18 @@ def by_summoning(model: nn.Module, world: Collectives) -> Any:
         return {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
-READERS = [full_state, by_dcp, by_checkpoint, by_averages, by_copy, by_offload, by_summoning]
+WITH_CHECKPOINTS = pytest.mark.skipif(
+    importlib.util.find_spec("flatparam_checkpoint") is None, reason="flatparam-checkpoint is not installed"
+)
+READERS = [
+    full_state,
+    by_dcp,
+    pytest.param(by_checkpoint, marks=WITH_CHECKPOINTS),
+    by_averages,
+    by_copy,
+    by_offload,
+    by_summoning,
+]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)

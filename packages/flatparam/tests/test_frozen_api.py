@@ -38,13 +38,17 @@ MODULES: Final = (
 )
 """Each package, and then the public modules inside the packages."""
 ADDONS: Final = {
+    "flatparam_checkpoint": ("flatparam_state", "flatparam"),
+    "flatparam_files": ("flatparam_state", "flatparam"),
+    "flatparam_guard": ("flatparam_comm",),
+    "flatparam_onehost": ("flatparam_comm",),
     "flatparam_clients": ("flatparam",),
-    "flatparam_files": ("flatparam_state",),
     "flatparam_optim": ("flatparam", "flatparam_runtime"),
     "flatparam_plan": ("flatparam",),
     "flatparam_publish": ("flatparam_state",),
+    "flatparam_simdev": ("flatparam_comm",),
 }
-"""The packages that promise the names of an add-on as theirs, by the add-on."""
+"""The packages that promise the names of an add-on, or of a tool, as theirs, by that."""
 OPERATORS: Final = (
     "__call__",
     "__contains__",

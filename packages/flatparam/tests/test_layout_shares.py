@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam import (
-    Checkpointer,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    StateDictType,
-    layout,
-)
+from flatparam import CPUOffload, FullyShardedDataParallel, MixedPrecision, StateDictType, layout
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
@@ -105,6 +98,7 @@ def test_uneven_shares_over_processes() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_uneven_shares_are_resharded(rule: str, use_orig_params: bool, tmp_path: Path) -> None:
     """A checkpoint of uneven shares goes on at other shares, and equal ones, on other ranks, under the other exposure."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def save(world: Collectives) -> Any:
         model, optimizer = built(world, RULES[rule], SHARES, use_orig_params=use_orig_params)

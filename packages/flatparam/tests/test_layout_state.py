@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import flatparam
-from flatparam import Checkpointer, FullyShardedDataParallel, StateDictType, layout
+from flatparam import FullyShardedDataParallel, StateDictType, layout
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
@@ -94,6 +94,7 @@ def test_directories_go_between_layouts(
     source: str, target: str, use_orig_params: bool, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     """What two ranks save, three ranks load under the other rule, one unit and the other exposure, bit for bit."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def save(world: Collectives) -> None:
         model, optimizer = built(world, source, use_orig_params)
@@ -141,6 +142,7 @@ def test_full_states_go_between_layouts(
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_resumed_run_goes_on_with_the_same_bits(kind: str, use_orig_params: bool, tmp_path: Path) -> None:
     """Saved without rules by two ranks, a run goes on under rules on two other ranks as if it had not stopped."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def whole_run(world: Collectives) -> Any:
         model, optimizer = built(world, "element", use_orig_params)

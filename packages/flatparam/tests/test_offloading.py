@@ -11,16 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam import (
-    Checkpointer,
-    CPUOffload,
-    MixedPrecision,
-    ShardedEMA,
-    ShardingStrategy,
-    fully_shard,
-    offload,
-    onload,
-)
+from flatparam import CPUOffload, MixedPrecision, ShardedEMA, ShardingStrategy, fully_shard, offload, onload
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, FlatParamError
@@ -245,6 +236,7 @@ def test_other_models(kind: str, tmp_path: Path, use_orig_params: bool) -> None:
 
 def test_uses_while_offloaded(tmp_path: Path, use_orig_params: bool) -> None:
     """A forward, a gather, a state and a step are refused and name `onload`; a checkpoint can be saved, to the same bits."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def rank(world: Collectives) -> None:
         model, optimizer = made(use_orig_params=use_orig_params)

@@ -13,19 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatparam import (
-    Checkpointer,
-    CheckpointError,
-    MixedPrecision,
-    ShardedEMA,
-    ShardingStrategy,
-    fully_shard,
-)
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import MixedPrecision, ShardedEMA, ShardingStrategy, fully_shard
 from flatparam.command import main
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, FlatParamError, RecordingCollectives
-from flatparam_state import open_checkpoint, open_source, write_checkpoint
 
 from .models import Batch, Transformer, mlp, seeded
 from .worlds import assert_same_state, inputs, node_groups, on_ranks
@@ -371,6 +363,8 @@ def test_state_at_a_different_number_of_ranks(use_orig_params: bool) -> None:
 
 def test_no_checkpoint_of_a_model_that_shows_its_averages(tmp_path: Path) -> None:
     """It would have the averages as the model's own parameters, which would be lost; nothing is written or loaded."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
+    CheckpointError = pytest.importorskip("flatparam_files").CheckpointError
 
     def save(world: Collectives) -> None:
         model = sharded(seeded(Batch))
@@ -395,6 +389,8 @@ def test_no_checkpoint_of_a_model_that_shows_its_averages(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_in_a_checkpoint(tmp_path: Path, dtype: torch.dtype | None, use_orig_params: bool) -> None:
     """A checkpoint of two ranks has the averages, piece by piece; three ranks go on from it to the same bits."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
+    open_checkpoint = pytest.importorskip("flatparam_files").open_checkpoint
 
     def save(world: Collectives) -> None:
         model = sharded(seeded(Batch), use_orig_params=use_orig_params)
@@ -431,6 +427,9 @@ def test_in_a_checkpoint(tmp_path: Path, dtype: torch.dtype | None, use_orig_par
 
 def test_a_checkpoint_that_was_rewritten(tmp_path: Path) -> None:
     """Written anew for three ranks without a process group, a checkpoint still has the averages, bit for bit."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
+    open_source = pytest.importorskip("flatparam_files").open_source
+    write_checkpoint = pytest.importorskip("flatparam_files").write_checkpoint
 
     def save(world: Collectives) -> None:
         model = sharded(seeded(mlp))
@@ -451,6 +450,7 @@ def test_a_checkpoint_that_was_rewritten(tmp_path: Path) -> None:
 
 def test_an_export_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`flatparam ckpt export --averages` writes the averages as a model for `from_pretrained`, without any rank."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def save(world: Collectives) -> None:
         model = sharded(seeded(mlp))
@@ -469,6 +469,8 @@ def test_an_export_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
     """It is refused by name on every rank; with `strict=False` the next update begins the averages anew."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
+    CheckpointError = pytest.importorskip("flatparam_files").CheckpointError
 
     def rank(world: Collectives) -> None:
         model = sharded(seeded(mlp))
@@ -506,6 +508,7 @@ def test_steps_inside_are_refused(use_orig_params: bool) -> None:
 
 def test_misuse_is_refused() -> None:
     """Each wrong call says what was expected, and changes nothing."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def rank(world: Collectives) -> None:
         model = sharded(seeded(mlp))

@@ -11,8 +11,8 @@ from typing import Any, final
 
 import attrs
 
+from flatparam.addons import load
 from flatparam.compat.patching import Patch
-from flatparam_state import CheckpointError
 
 __all__ = ["patches_of_reader"]
 
@@ -72,7 +72,7 @@ def _check_one(sources: Sequence[object]) -> None:
     for rank, other in known[1:]:
         first_rank, first = known[0]
         if other.digest != first.digest:
-            raise CheckpointError(
+            raise load("flatparam_files").CheckpointError(
                 f"rank {rank} loads the checkpoint {other.path}, and rank {first_rank} loads {first.path}, which is a "
                 "different one: the model would be a mixture",
                 rank=rank,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from flatparam_comm.addons import names_of
+from flatparam_comm.addons import module_behind, names_of
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import (
@@ -61,6 +61,7 @@ from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,
     BoundParameter,
+    Box,
     BufferPool,
     FlatLayout,
     FlatParamError,
@@ -117,6 +118,7 @@ __all__ = [
     "FLAT_PARAM",
     "REDUCIBLE",
     "BoundParameter",
+    "Box",
     "BufferPool",
     "ByteLedger",
     "CollectiveError",
@@ -176,6 +178,7 @@ __all__ = [
     "handle_of",
     "engine_of",
     "memory_view",
+    "module_behind",
     "names_of",
     "owner_of",
     "process_group_of",

@@ -21,19 +21,19 @@ def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[st
         homes: the names that the package promises, by the modules of add-ons that have them.
         package: the package's `__name__`.
     """
-    home_of = {name: addon for addon, names in homes.items() for name in names}
+    home_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        addon = home_of[name]
+        addon = home_of[name].partition(".")[0]
         if importlib.util.find_spec(addon) is None:
             home = addon.replace("_", "-")
             raise ModuleNotFoundError(
-                f"{package}.{name}: expected the add-on {home}, which is not installed: pip install {home}",
+                f"{package}.{name}: expected the package {home}, which is not installed: pip install {home}",
                 name=addon,
             )
-        value = getattr(importlib.import_module(addon), name)
+        value = getattr(importlib.import_module(home_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,7 +1,8 @@
 """Tools for tests of programs with several ranks; they ship, so that your tests can use them too.
 
 `run_threads` (all ranks in this process, deterministic) and `run_processes` (real processes over gloo) take the same
-functions, so a test can be written once and run in both worlds.
+functions, so a test can be written once and run in both worlds. `run_processes` is of `flatparam-simdev`: install
+that with your test tools.
 
 A busy machine must not make a test fail, so only a test that hangs reaches a limit: call `be_patient()` once, in a
 `conftest.py`, and use `PATIENCE` for any limit of your own. `FLATPARAM_TEST_PATIENCE=4` makes all limits four times as
@@ -10,14 +11,18 @@ long.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flatparam_comm import Collectives, Topology
+from flatparam_comm.addons import names_of
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
-from flatparam_comm.processes.world import run_processes
 from flatparam_comm.threads.world import run_threads
+
+if TYPE_CHECKING:
+    from flatparam_simdev.worlds import run_processes
 
 __all__ = [
     "BRIEFLY",
@@ -34,6 +39,8 @@ __all__ = [
     "run_threads",
 ]
 
+__getattr__ = names_of({"flatparam_simdev.worlds": ("run_processes",)}, __name__)
+
 _SCALE: Final = float(os.environ.get("FLATPARAM_TEST_PATIENCE", "1"))
 
 PATIENCE: Final = 600.0 * _SCALE
@@ -49,7 +56,8 @@ def be_patient() -> None:
     So a collective that hangs times out before its world does.
     """
     _set_defaults(run_threads, timeout=PATIENCE)
-    _set_defaults(run_processes, timeout=PATIENCE, pg_timeout=PATIENCE / 2)
+    if importlib.util.find_spec("flatparam_simdev") is not None:
+        _set_defaults(__getattr__("run_processes"), timeout=PATIENCE, pg_timeout=PATIENCE / 2)
 
 
 def longer_and_longer(first: float) -> Iterator[float]:

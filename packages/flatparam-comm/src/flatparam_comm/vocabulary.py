@@ -8,6 +8,7 @@ these signatures do not lead to, but for the few that it lists with a reason.
 from flatparam_core import (
     FLAT_PARAM,
     BoundParameter,
+    Box,
     BufferPool,
     FlatLayout,
     FlatParamError,
@@ -35,6 +36,7 @@ from flatparam_core import (
 
 __all__ = [
     "BoundParameter",
+    "Box",
     "BufferPool",
     "FLAT_PARAM",
     "FlatLayout",

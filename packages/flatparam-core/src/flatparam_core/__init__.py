@@ -1,6 +1,6 @@
 """Flat parameters on one rank: geometry, storage, views and gradients. It never imports `torch.distributed`."""
 
-from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError
+from flatparam_core.errors import FlatParamError, IllegalStepError, LayoutError, warn_caller
 from flatparam_core.exposure import (
     BoundParameter,
     Exposure,
@@ -22,6 +22,7 @@ from flatparam_core.geometry import (
     ELEMENT,
     ROW,
     WHOLE,
+    Box,
     FlatLayout,
     FlatParamShardMetadata,
     Fragment,
@@ -53,7 +54,6 @@ from flatparam_core.storage import (
 )
 from flatparam_core.thresholds import Threshold, all_thresholds
 from flatparam_core.transitions import Transitions
-from flatparam_core.warned import warn_caller
 
 __version__ = "0.1.0"
 
@@ -67,6 +67,7 @@ __all__ = [
     "ROW",
     "WHOLE",
     "BoundParameter",
+    "Box",
     "BufferPool",
     "Exposure",
     "FlatBuffer",

@@ -1,8 +1,11 @@
-"""The errors that the flat parameter raises."""
+"""The errors that the flat parameter raises, and warnings that point at the line of the program that led to them."""
 
 from __future__ import annotations
 
-__all__ = ["FlatParamError", "IllegalStepError", "LayoutError"]
+import sys
+import warnings
+
+__all__ = ["FlatParamError", "IllegalStepError", "LayoutError", "warn_caller"]
 
 
 class FlatParamError(RuntimeError):
@@ -15,3 +18,17 @@ class LayoutError(FlatParamError, ValueError):
 
 class IllegalStepError(FlatParamError):
     """A state machine was asked for a step that is not in its table."""
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, as `warnings.warn` does, at the innermost line that is neither of these packages nor of torch."""
+    level, frame = 2, sys._getframe(1)
+    # What a library has generated has no name.
+    while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "torch")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_between(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in ("torch", "flatparam") or package.startswith("flatparam_")

@@ -8,11 +8,9 @@ __all__ = ["FLAT_PARAM", "FSDP_WRAPPED_MODULE", "PRESENTER", "clean_fqn"]
 
 FLAT_PARAM: Final = "_flat_param"
 """The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
-
 PRESENTER: Final = "_flatparam_presenter"
 """The attribute of an original parameter that holds a differentiable function `(full parameter) -> tensor`. The module
 shows the result instead of the full parameter, so that parameters can be of a tensor class that cannot be flattened."""
-
 FSDP_WRAPPED_MODULE: Final = "_fsdp_wrapped_module"
 """The attribute under which a sharding wrapper holds its module; FSDP1's name."""
 

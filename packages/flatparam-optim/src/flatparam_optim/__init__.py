@@ -1,7 +1,7 @@
-"""Optimizers that step whole matrices, however their parameters are sharded: exact, with the numbers of one process.
+"""Optimizers that step whole matrices, however their parameters are sharded, and fewer tensors for ordinary ones.
 
-Each cut matrix is brought to the rank that owns it, stepped there, and its update is sent back. See the guide
-`docs/guides/optimizers.md`.
+Both have the numbers of one process. Each cut matrix is brought to the rank that owns it, stepped there, and its update
+is sent back. See the guide `docs/guides/optimizers.md`.
 """
 
 from flatparam_optim.adafactor import Adafactor
@@ -16,6 +16,7 @@ from flatparam_optim.matrices import (
 )
 from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam_optim.muon import Muon
+from flatparam_optim.segments import prepare_step, set_flat_steps, step_in_segments, tensors_stepped
 from flatparam_optim.shampoo import Shampoo
 from flatparam_optim.transformers_adafactor import TransformersAdafactor
 from flatparam_optim.whole_optimizer import WholeOptimizer
@@ -37,4 +38,8 @@ __all__ = [
     "follow_gradients",
     "newton_schulz_flops",
     "originals_in",
+    "prepare_step",
+    "set_flat_steps",
+    "step_in_segments",
+    "tensors_stepped",
 ]

@@ -16,7 +16,8 @@ from flatparam_optim.matrices import (
     follow_gradients,
     originals_in,
 )
-from flatparam_runtime import allow_shards, step_in_segments
+from flatparam_optim.segments import step_in_segments
+from flatparam_runtime import allow_shards
 
 __all__ = [
     "ADAMW",

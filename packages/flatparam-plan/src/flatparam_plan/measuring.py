@@ -8,11 +8,11 @@ import itertools
 from typing import Any
 
 from flatparam_comm import ByteLedger, RecordingCollectives, Topology
+from flatparam_files import without_collector
 from flatparam_plan.allocations import allocations, mark
 from flatparam_plan.costs import Costs
 from flatparam_plan.counting import Counting
 from flatparam_plan.training import Setup, TrainingProgram, train
-from flatparam_state import without_collector
 
 __all__ = ["measure", "recorded"]
 

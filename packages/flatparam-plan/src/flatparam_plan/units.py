@@ -12,9 +12,9 @@ from torch import nn
 from flatparam.api import ShardingStrategy
 from flatparam.policies.policy import _Policy
 from flatparam_core import clean_fqn
+from flatparam_files import without_collector
 from flatparam_plan.hollow import Blank, HollowMemory, without_compiler
 from flatparam_plan.training import Setup, TrainingProgram
-from flatparam_state import without_collector
 
 __all__ = ["NamedUnits", "Outline", "outline_of", "with_blocks"]
 

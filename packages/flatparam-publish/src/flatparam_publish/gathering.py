@@ -12,7 +12,7 @@ from torch import Tensor
 from flatparam_publish.versions import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
 from flatparam_state import Place
-from flatparam_state.checkpoint.model_tensors import ModelTensor
+from flatparam_state.model_tensors import ModelTensor
 
 __all__ = ["PUBLISH_NBYTES", "full_tensors", "most_nbytes"]
 
@@ -77,7 +77,7 @@ class _TensorBucket:
     @property
     def nbytes(self) -> int:
         """Its bytes while it is in memory; a tensor that is whole takes some only if it is cast."""
-        casts = self.place is not None or self.pairs[0][0].info.dtype != self.dtype
+        casts = self.place is not None or self.pairs[0][0].dtype != self.dtype
         return self.span.numel * self.dtype.itemsize if casts else 0
 
     def gathered(self, topology: Topology) -> _Gathered:
@@ -137,7 +137,7 @@ class _Gathered:
 
 def _span_of(tensor: ModelTensor, place: Place | None) -> Span:
     if place is None:
-        return Span(0, tensor.info.numel)
+        return Span(0, tensor.numel)
     return place.handle.layout.slots[place.names.index(tensor.names)].span
 
 
@@ -147,7 +147,7 @@ def _buckets(pairs: Sequence[Pair], nbytes: int) -> list[_TensorBucket]:
     of_handle: dict[int, list[Pair]] = {}
     for pair in pairs:
         if pair[0].place is None:
-            buckets.append(_TensorBucket((pair,), None, Span(0, pair[0].info.numel)))
+            buckets.append(_TensorBucket((pair,), None, Span(0, pair[0].numel)))
             continue
         key = id(pair[0].place.handle)
         if key not in of_handle:

@@ -17,6 +17,7 @@ from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers import (
     COUNTERS,
     OptimizerKind,
+    StepPreparation,
     allow_shards,
     clip_grad_norm_,
     clip_gradients_,
@@ -24,9 +25,6 @@ from flatparam_runtime.optimizers import (
     note_step_of,
     notice_optimizers,
     part_states_of,
-    set_flat_steps,
-    step_in_segments,
-    tensors_stepped,
 )
 from flatparam_runtime.passes import (
     ROOT_NAME,
@@ -59,6 +57,7 @@ from flatparam_runtime.unit import (
 )
 from flatparam_runtime.vocabulary import (
     FLAT_PARAM,
+    Box,
     Collectives,
     CommError,
     CommHooks,
@@ -95,6 +94,9 @@ if TYPE_CHECKING:
         follow_gradients,
         newton_schulz_flops,
         originals_in,
+        set_flat_steps,
+        step_in_segments,
+        tensors_stepped,
     )
 
 __version__ = "0.1.0"
@@ -102,10 +104,12 @@ __version__ = "0.1.0"
 __all__ = [
     "COUNTERS",
     "OptimizerKind",
+    "StepPreparation",
     "Threshold",
     "all_thresholds",
     "warn_caller",
     "BackwardOrder",
+    "Box",
     "BufferDtype",
     "Casting",
     "Collectives",
@@ -189,14 +193,19 @@ __all__ = [
     "untraced",
 ]
 
-_MOVED = (
-    "MatrixStepper",
-    "Routes",
-    "WholeStep",
-    "drop_flat_gradients",
-    "follow_gradients",
-    "newton_schulz_flops",
-    "originals_in",
-)
-"""The names that flatparam-optim has."""
-__getattr__ = names_of({"flatparam_optim": _MOVED}, __name__)
+_MOVED = {
+    "flatparam_optim": (
+        "MatrixStepper",
+        "Routes",
+        "WholeStep",
+        "drop_flat_gradients",
+        "follow_gradients",
+        "newton_schulz_flops",
+        "originals_in",
+        "set_flat_steps",
+        "step_in_segments",
+        "tensors_stepped",
+    )
+}
+"""The names that add-ons have."""
+__getattr__ = names_of(_MOVED, __name__)

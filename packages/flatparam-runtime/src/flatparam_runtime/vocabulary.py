@@ -7,6 +7,7 @@ refuses any other name, but for the few that it lists with a reason.
 
 from flatparam_comm import (
     FLAT_PARAM,
+    Box,
     Collectives,
     CommError,
     CommHooks,
@@ -35,6 +36,7 @@ from flatparam_comm import (
 )
 
 __all__ = [
+    "Box",
     "Collectives",
     "CommError",
     "CommHooks",

@@ -9,9 +9,8 @@ import torch
 from torch import optim
 
 from flatparam_comm import SingleCollectives
-from flatparam_runtime import notice_optimizers, tensors_stepped
+from flatparam_runtime import notice_optimizers
 from flatparam_runtime.optimizers import stepping
-from flatparam_runtime.optimizers.torch_optimizers import STEPS, steps_of
 
 from ..models import Stack, batch
 from ..worlds import check_same, full_parameters, sharded
@@ -29,30 +28,32 @@ def test_the_hook_is_installed_by_its_own_call_and_once(monkeypatch: pytest.Monk
     assert len(installed) == 1
 
 
-def test_a_torch_whose_optimizers_collect_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `_init_group` an optimizer steps each parameter by itself, to the same numbers."""
+class _Preparation:
+    """What an add-on has at the entry point."""
 
-    class Collects(optim.Optimizer):
-        def _init_group(self) -> None: ...
+    def __init__(self) -> None:
+        self.prepared: list[optim.Optimizer] = []
 
-        def step(self, closure: Any = None) -> None: ...
+    def prepare_step(self, optimizer: optim.Optimizer) -> None:
+        self.prepared.append(optimizer)
 
-    class Steps(optim.Optimizer):
-        def step(self, closure: Any = None) -> None: ...
 
-    assert list(steps_of([Collects, Steps])) == [Collects]
+def _steps(optimizer_of: Any) -> tuple[optim.Optimizer, dict[str, torch.Tensor]]:
+    module = sharded(Stack, SingleCollectives(), use_orig_params=True)
+    optimizer: optim.Optimizer = optimizer_of(module.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(batch(0)).square().mean().backward()
+        optimizer.step()
+    return optimizer, full_parameters(module)
 
-    def trained() -> tuple[dict[str, torch.Tensor], int | None]:
-        module = sharded(Stack, SingleCollectives(), use_orig_params=True)
-        optimizer = optim.AdamW(module.parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(batch(0)).square().mean().backward()
-            optimizer.step()
-        return full_parameters(module), tensors_stepped(optimizer)
 
-    together, count = trained()
-    monkeypatch.delitem(STEPS, optim.AdamW)  # type: ignore[arg-type]  # a dictionary that nothing else changes
-    alone, none = trained()
-    check_same(together, alone)
-    assert (count, none) == (1, None)
+def test_an_add_on_prepares_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the entry point names is called with the optimizer before each step; without it, nothing else changes."""
+    preparation = _Preparation()
+    monkeypatch.setattr(stepping, "_preparation", lambda: preparation)
+    optimizer, with_it = _steps(optim.AdamW)
+    assert preparation.prepared == [optimizer, optimizer]
+    monkeypatch.setattr(stepping, "_preparation", lambda: None)
+    _, without = _steps(optim.AdamW)
+    check_same(with_it, without)

@@ -1,51 +1,10 @@
-"""Names: model and optimizer state of sharded models, at any world size and under any wrapping, and its checkpoints."""
+"""Names: model and optimizer state of sharded models, at any world size and under any wrapping."""
 
 from typing import TYPE_CHECKING
 
-from flatparam_files import (
-    CHUNK_NBYTES,
-    DTYPES,
-    FORMATS,
-    CheckpointError,
-    SafetensorsHeader,
-    Soundness,
-    Source,
-    Staging,
-    StoredTensor,
-    TensorFileWriter,
-    TensorInfo,
-    UnknownFormatError,
-    UnreadableError,
-    averages_as_model,
-    cast_model,
-    chunk_spans,
-    join_path,
-    open_source,
-    read_header,
-    select,
-    split_path,
-    verify_source,
-    watch,
-    without_collector,
-    write_checkpoint,
-    write_dcp,
-    write_hugging_face,
-    write_torch_file,
-)
 from flatparam_runtime import names_of
+from flatparam_state import checkpoint as checkpoint
 from flatparam_state.averages import ShardedEMA
-from flatparam_state.checkpoint import (
-    Checkpointer,
-    CheckpointReader,
-    CheckpointWriter,
-    Loaded,
-    Moment,
-    OnMoment,
-    Optimizers,
-    Verification,
-    open_checkpoint,
-    verify_checkpoint,
-)
 from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
 from flatparam_state.forms import (
     OWN_CHUNKER,
@@ -80,10 +39,57 @@ from flatparam_state.optimizer import (
     optimizer_state_dict,
 )
 from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.pretrained import Fit, Names, PretrainedFiles, UnreadTensor, fit, read_pretrained
 from flatparam_state.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from flatparam_checkpoint import (
+        Checkpointer,
+        Fit,
+        Loaded,
+        Names,
+        Optimizers,
+        PretrainedFiles,
+        UnreadTensor,
+        fit,
+        read_pretrained,
+    )
+    from flatparam_files import (
+        CHUNK_NBYTES,
+        DTYPES,
+        FORMATS,
+        CheckpointError,
+        CheckpointReader,
+        CheckpointWriter,
+        Moment,
+        OnMoment,
+        SafetensorsHeader,
+        Soundness,
+        Source,
+        Staging,
+        StoredTensor,
+        TensorFileWriter,
+        TensorInfo,
+        UnknownFormatError,
+        UnreadableError,
+        Verification,
+        averages_as_model,
+        cast_model,
+        chunk_spans,
+        join_path,
+        open_checkpoint,
+        open_source,
+        read_header,
+        select,
+        split_path,
+        verify_checkpoint,
+        verify_source,
+        watch,
+        without_collector,
+        write_checkpoint,
+        write_dcp,
+        write_hugging_face,
+        write_torch_file,
+    )
     from flatparam_publish import (
         Catalogue,
         Channel,
@@ -207,26 +213,40 @@ __all__ = [
     "without_collector",
 ]
 
-_MOVED = (
-    "Catalogue",
-    "Channel",
-    "Delivery",
-    "GroupChannel",
-    "Mailbox",
-    "NewVersion",
-    "Packet",
-    "Published",
-    "PublishedTensor",
-    "Publisher",
-    "PublishError",
-    "Receiver",
-    "ReceiverNames",
-    "Sink",
-    "Slicing",
-    "Update",
-    "UpdateSource",
-    "VersionId",
-    "publish",
-)
-"""The names that flatparam-publish has."""
-__getattr__ = names_of({"flatparam_publish": _MOVED}, __name__)
+_MOVED: dict[str, tuple[str, ...]] = {
+    "flatparam_checkpoint": (
+        "Checkpointer",
+        "Fit",
+        "Loaded",
+        "Names",
+        "Optimizers",
+        "PretrainedFiles",
+        "UnreadTensor",
+        "fit",
+        "read_pretrained",
+    ),
+    "flatparam_publish": (
+        "Catalogue",
+        "Channel",
+        "Delivery",
+        "GroupChannel",
+        "Mailbox",
+        "NewVersion",
+        "Packet",
+        "Published",
+        "PublishedTensor",
+        "Publisher",
+        "PublishError",
+        "Receiver",
+        "ReceiverNames",
+        "Sink",
+        "Slicing",
+        "Update",
+        "UpdateSource",
+        "VersionId",
+        "publish",
+    ),
+}
+"""The names that add-ons have; those of flatparam-files are the others that are promised and not here."""
+_MOVED["flatparam_files"] = tuple(sorted(set(__all__).difference(globals(), *_MOVED.values())))
+__getattr__ = names_of(_MOVED, __name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,7 +10,6 @@ from typing import Any, Final
 import xxhash
 from torch import Tensor
 
-from flatparam_files.disk import buffer_of
 from flatparam_runtime import Threshold
 from flatparam_state.forms import is_ordinary
 
@@ -42,7 +42,8 @@ def digest(found: Mapping[str, int]) -> int:
 
 def _checksum(value: Tensor) -> int:
     step = math.ceil(value.numel() / CHECKED_NUMEL.value) or 1
-    found: int = xxhash.xxh3_64_intdigest(buffer_of(value.detach().reshape(-1)[::step].cpu()))
+    some = value.detach().resolve_conj().resolve_neg().reshape(-1)[::step].cpu().contiguous()
+    found: int = xxhash.xxh3_64_intdigest(ctypes.string_at(some.data_ptr(), some.nbytes))
     return found
 
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from flatparam.observing.recording import trace
-    from flatparam.pretrained.loading import PretrainedReport, load_pretrained
     from flatparam.spread import clip_grad_norm_
     from flatparam.wrapper.unsharding import UnshardHandle
+    from flatparam_checkpoint import Checkpointer, Loaded, PretrainedReport, load_pretrained
     from flatparam_clients import Installation, install, uninstall
     from flatparam_core import FlatParameter
+    from flatparam_files import CheckpointError
     from flatparam_plan import Plan, PlanError, plan
     from flatparam_publish import (
         GroupChannel,
@@ -50,14 +51,7 @@ if TYPE_CHECKING:
         publish,
     )
     from flatparam_runtime import allow_shards
-    from flatparam_state import (
-        Checkpointer,
-        CheckpointError,
-        Loaded,
-        ShardedEMA,
-        offload,
-        onload,
-    )
+    from flatparam_state import ShardedEMA, offload, onload
 
 __version__ = "0.1.0"
 
@@ -137,10 +131,11 @@ _HOMES = {
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "flatparam.observing.recording": ("trace",),
-    "flatparam.pretrained.loading": ("PretrainedReport", "load_pretrained"),
     "flatparam.wrapper.unsharding": ("UnshardHandle",),
+    "flatparam_checkpoint": ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained"),
     "flatparam_clients": ("Installation", "install", "uninstall"),
     "flatparam_core": ("FlatParameter",),
+    "flatparam_files": ("CheckpointError",),
     "flatparam_plan": ("Plan", "PlanError", "plan"),
     "flatparam_publish": (
         "GroupChannel",
@@ -153,14 +148,7 @@ _HOMES = {
         "publish",
     ),
     "flatparam_runtime": ("allow_shards",),
-    "flatparam_state": (
-        "Checkpointer",
-        "CheckpointError",
-        "Loaded",
-        "ShardedEMA",
-        "offload",
-        "onload",
-    ),
+    "flatparam_state": ("ShardedEMA", "offload", "onload"),
 }
 """The modules that have the names which this package exports."""
 __getattr__ = lazily(__name__, _HOMES)

@@ -19,9 +19,16 @@ _KNOWN: Final = {
     "run": "flatparam_clients.command:add",
 }
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
-_ADDONS: Final = ("flatparam_clients", "flatparam_optim", "flatparam_plan", "flatparam_publish")
-"""Those that can be lacking; the state layer still needs `flatparam_files`."""
-_CLIENTS: Final = _ADDONS[0]
+_ADDONS: Final = (
+    "flatparam_checkpoint",
+    "flatparam_clients",
+    "flatparam_files",
+    "flatparam_optim",
+    "flatparam_plan",
+    "flatparam_publish",
+)
+"""Those that can be lacking."""
+_CLIENTS: Final = "flatparam_clients"
 
 
 def load(module: str) -> ModuleType:

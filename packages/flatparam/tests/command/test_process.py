@@ -27,6 +27,7 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_version() -> None:
     """--version says which versions of flatparam and torch are installed."""
+    pytest.importorskip("flatparam_files")
     done = start("--version")
     assert (done.stdout, done.stderr) == (
         f"flatparam {flatparam.__version__}, torch {metadata.version('torch')}\n",
@@ -36,6 +37,7 @@ def test_version() -> None:
 
 def test_help_does_not_import_torch() -> None:
     """What only reads the arguments comes at once: nothing that takes seconds is imported."""
+    pytest.importorskip("flatparam_files")
     code = (
         "import sys\n"
         "from flatparam.command import main\n"
@@ -52,6 +54,7 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_checkpoints_need_no_other_layer(command: str, tmp_path: Path) -> None:
     """`flatparam ckpt` imports the core and the add-on that it is of, and no other layer."""
+    pytest.importorskip("flatparam_files")
     torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
     done = start("ckpt", command, tmp_path / "a.pt")
     assert done.returncode == 0

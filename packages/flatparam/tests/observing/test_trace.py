@@ -49,6 +49,7 @@ def record(world: Collectives, directory: str) -> None:
 
 def test_a_run_is_traced_drawn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank's file has every unit; two ranks are one picture, and differ in nothing."""
+    pytest.importorskip("flatparam_files")
     run_threads(2, record, str(tmp_path))
     paths = [str(tmp_path / f"rank{rank}.json") for rank in range(2)]
     picture = Picture.read(Path(paths[0]).read_text())
@@ -162,6 +163,7 @@ def test_a_file_where_traces_should_go(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_lacking_argument_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The line names the command."""
+    pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="2"):
         main(["trace", "diff", "a.json"])
     said = capsys.readouterr().err
@@ -171,6 +173,7 @@ def test_a_lacking_argument_is_said_in_a_line(capsys: pytest.CaptureFixture[str]
 
 def test_a_picture_replaces_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without the name of a picture no trace is overwritten, nor is a picture that is there."""
+    pytest.importorskip("flatparam_files")
     traces = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     picture = tmp_path / "both.svg"
     for path in (*traces, picture):
@@ -184,6 +187,7 @@ def test_a_picture_replaces_no_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_what_is_no_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With its path."""
+    pytest.importorskip("flatparam_files")
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"events": []}))
     assert main(["trace", "draw", str(tmp_path / "x.svg"), str(wrong)]) == 2

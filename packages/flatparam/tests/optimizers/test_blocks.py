@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam import Checkpointer, FullyShardedDataParallel, allow_shards, layout
+from flatparam import FullyShardedDataParallel, allow_shards, layout
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, gradient_divisors
 
@@ -151,6 +151,7 @@ def test_states_in_blocks_are_resharded(
     writers: int, readers: int, use_orig_params: bool, tmp_path: Path
 ) -> None:
     """Saved half-way, and resumed on other ranks, in other units and the other exposure, training ends with the same bits."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def save(world: Collectives) -> None:
         model, optimizer = sharded(world, layout.blocks(BLOCK), use_orig_params, True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from flatparam import Checkpointer
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
@@ -57,6 +57,7 @@ def test_a_model_that_is_cast_between_steps() -> None:
 
 def test_optimizer_state_and_checkpoints(tmp_path: Path) -> None:
     """Saved after flat steps by name and in a checkpoint, loaded into new models: they go on in the same bits."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def rank(ranks: Collectives) -> Any:
         model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)

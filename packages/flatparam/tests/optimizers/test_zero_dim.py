@@ -11,7 +11,6 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam_comm import Collectives, run_threads
-from flatparam_state import Checkpointer
 
 KINDS: dict[str, Any] = {
     "Adadelta": torch.optim.Adadelta,
@@ -50,6 +49,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_at_the_other_exposure(kind: str, use_orig_params: bool, tmp_path: Path) -> None:
     """From a checkpoint of flat or of original parameters, the other form trains on to the same bits."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 
     def rank(world: Collectives) -> bool:
         pair = []

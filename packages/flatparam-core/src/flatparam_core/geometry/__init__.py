@@ -1,17 +1,16 @@
 """The positions of parameters in a flat parameter: integers and no memory."""
 
-from flatparam_core.geometry.layout import FlatLayout, Fragment, Slot
-from flatparam_core.geometry.metadata import FlatParamShardMetadata, shard_metadata
-from flatparam_core.geometry.packing import pack_parameter, pack_shard
+from flatparam_core.geometry.layout import FlatLayout, FlatParamShardMetadata, Fragment, Slot, shard_metadata
 from flatparam_core.geometry.replan import Location, Move, Place, replan
 from flatparam_core.geometry.rules import ELEMENT, ROW, WHOLE, LayoutRule, block_of
-from flatparam_core.geometry.shard_pieces import ShardPieces, fragment_shape
-from flatparam_core.geometry.spans import Span
+from flatparam_core.geometry.shard_pieces import ShardPieces, fragment_shape, pack_parameter, pack_shard
+from flatparam_core.geometry.spans import Box, Span
 from flatparam_core.geometry.specs import ParamSpec, memory_view
 from flatparam_core.geometry.unflattened import Unflattened
 from flatparam_core.geometry.unit_layouts import plan_layouts
 
 __all__ = [
+    "Box",
     "ELEMENT",
     "FlatLayout",
     "FlatParamShardMetadata",

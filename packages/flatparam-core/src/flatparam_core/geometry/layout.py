@@ -21,7 +21,7 @@ from flatparam_core.geometry.rules import ELEMENT
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 
-__all__ = ["FlatLayout", "Fragment", "Slot"]
+__all__ = ["FlatLayout", "FlatParamShardMetadata", "Fragment", "Slot", "shard_metadata"]
 
 _NOTHING: Final = Span(0, 0)
 
@@ -323,3 +323,31 @@ def _step(alignment_nbytes: int, stored: torch.dtype, held_in: Sequence[torch.dt
     """The fewest elements that are a multiple of `alignment_nbytes` bytes in each dtype that they are held in."""
     others = held_in if stored.is_floating_point else ()
     return math.lcm(*(math.lcm(alignment_nbytes, d.itemsize) // d.itemsize for d in (stored, *others)))
+
+
+@final
+@attrs.frozen
+class FlatParamShardMetadata:
+    """The parameters of which a shard holds any element, in order.
+
+    `param_offsets` are half-open `[start, stop)` intervals in elements of each parameter, in its memory order.
+    """
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[tuple[int, ...], ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+def shard_metadata(layout: FlatLayout, rank: int) -> FlatParamShardMetadata:
+    """Describe the shard that `rank` holds of `layout`."""
+    held = [fragment for fragment in layout.fragments(rank) if fragment.in_param]
+    specs = [layout.slots[fragment.index].spec for fragment in held]
+    return FlatParamShardMetadata(
+        tuple(spec.fqn for spec in specs),
+        tuple(spec.shape for spec in specs),
+        tuple(spec.stride for spec in specs),
+        tuple(spec.numel for spec in specs),
+        tuple((fragment.in_param.start, fragment.in_param.stop) for fragment in held),
+    )

@@ -5,6 +5,7 @@ Loading at a different world size, under a different wrapping, or from an old ch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
@@ -80,25 +81,14 @@ def _moves(
     sources: Sequence[FlatLayout], matched: Iterable[tuple[int, int, int, FlatLayout, int]]
 ) -> Iterator[Move]:
     for home, home_index, number, target, index in matched:
-        for piece, source, place in _meet(sources[home], home_index, target, index):
-            fqn = target.slots[index].spec.fqn
-            yield Move(fqn, piece, Location(home, *source), Location(number, *place))
-
-
-def _meet(
-    source: FlatLayout, source_index: int, target: FlatLayout, target_index: int
-) -> Iterator[tuple[Span, tuple[int, Span], tuple[int, Span]]]:
-    """Yield the pieces of one parameter that lie on one source rank and one target rank, in order."""
-    wanted = list(_owners(target, target_index))
-    for source_rank, owned, in_source in _owners(source, source_index):
-        for target_rank, needed, in_target in wanted:
+        fqn = target.slots[index].spec.fqn
+        pairs = itertools.product(_owners(sources[home], home_index), _owners(target, index))
+        for (rank, owned, at), (to_rank, needed, to) in pairs:
             piece = owned.overlap(needed)
             if piece:
-                yield (
-                    piece,
-                    (source_rank, piece.relative_to(owned.start).shifted(in_source.start)),
-                    (target_rank, piece.relative_to(needed.start).shifted(in_target.start)),
-                )
+                source = Location(home, rank, piece.relative_to(owned.start).shifted(at.start))
+                place = piece.relative_to(needed.start).shifted(to.start)
+                yield Move(fqn, piece, source, Location(number, to_rank, place))
 
 
 def _owners(layout: FlatLayout, index: int) -> Iterator[tuple[int, Span, Span]]:

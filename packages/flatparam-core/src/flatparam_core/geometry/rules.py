@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, Literal, final
 
@@ -53,9 +54,7 @@ class LayoutRule:
             shape: the parameter's.
             stride: its dense strides, in elements.
         """
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         if self.kind == "row":
             row = _row_numel(shape, stride, numel)
         else:

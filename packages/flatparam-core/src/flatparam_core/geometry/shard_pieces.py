@@ -1,4 +1,4 @@
-"""A tensor as long as a shard, cut into the fragments of all parameters at once."""
+"""A tensor as long as a shard: cut into the fragments of all parameters at once, and made of full parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from typing_extensions import Self
 
 from flatparam_core.geometry.layout import FlatLayout, Fragment
+from flatparam_core.geometry.specs import memory_view
 
-__all__ = ["ShardPieces", "fragment_shape"]
+__all__ = ["ShardPieces", "fragment_shape", "pack_parameter", "pack_shard"]
 
 Shape: TypeAlias = "tuple[int, ...]"
 
@@ -99,3 +100,26 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
     if left:
         cut.append((left,))
     return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)
+
+
+def pack_shard(
+    tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device
+) -> torch.Tensor:
+    """Return this rank's shard of the flat parameter that `tensors` (one per slot) make up, 1-D; padding is zero.
+
+    Only the rank's own part is copied: no flat buffer of the whole unit is made.
+    """
+    shard = torch.zeros(layout.shard_span(rank).numel, dtype=layout.dtype, device=device)
+    for index, tensor in enumerate(tensors):
+        pack_parameter(shard, layout, index, tensor, rank=rank)
+    return shard
+
+
+def pack_parameter(
+    shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int
+) -> None:
+    """Copy this rank's part of parameter `index`, whose full value is `tensor`, to its place in `shard`."""
+    fragment = layout.fragments(rank)[index]
+    if fragment.in_param:
+        flat = memory_view(tensor, layout.slots[index].spec)
+        shard[fragment.in_shard.as_slice()].copy_(flat[fragment.in_param.as_slice()])

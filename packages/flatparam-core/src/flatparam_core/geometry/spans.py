@@ -1,15 +1,18 @@
-"""Half-open integer intervals, the only interval arithmetic of the project."""
+"""Half-open integer intervals, and their boxes in a tensor's dimensions: the project's only interval arithmetic."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import attrs
+import torch
 from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
 
-__all__ = ["Span"]
+__all__ = ["Box", "Span"]
 
 
 @final
@@ -52,3 +55,56 @@ class Span:
     def as_slice(self) -> slice:
         """The span as an index for a 1-D tensor."""
         return slice(self.start, self.stop)
+
+    def boxes(self, shape: Sequence[int], within: tuple[int, ...] = ()) -> Iterator[Box]:
+        """The boxes that tile these row-major elements of a tensor of `shape`, in order; at most `2 * ndim - 1`.
+
+        They are boxes of the tensor in which the indices `within`, of its first dimensions, choose that tensor.
+        """
+        ones = (1,) * len(within)
+        if self and not shape:
+            yield Box(within, ones)
+        if not self or not shape:
+            return
+        row, inner = math.prod(shape[1:]), shape[1:]
+        (first, head), (last, tail) = divmod(self.start, row), divmod(self.stop, row)
+        if head:
+            yield from Span(head, tail if first == last else row).boxes(inner, (*within, first))
+            first += 1
+        if first < last:
+            yield Box((*within, first, *(0 for _ in inner)), (*ones, last - first, *inner))
+        if tail and first <= last:
+            yield from Span(0, tail).boxes(inner, (*within, last))
+
+
+@final
+@attrs.frozen
+class Box:
+    """The elements of an N-dimensional tensor with `offsets[d] <= index[d] < offsets[d] + sizes[d]`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for the box of a 0-d tensor."""
+        return math.prod(self.sizes)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in `tensor`, as a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+    def overlap(self, other: Box) -> Box:
+        """The elements common to both; an empty box if they do not meet."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, self._stops(), other._stops())
+        return Box(offsets, tuple(max(0, stop - start) for start, stop in zip(offsets, stops, strict=True)))
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same elements, counted from the element `origin` on."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def _stops(self) -> Iterator[int]:
+        return (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))

@@ -5,8 +5,7 @@ from flatparam_core.storage.full_form import FullForm, FullForms, kind_of
 from flatparam_core.storage.gradients import GradientLedger, add_to_grad
 from flatparam_core.storage.precision import Precision
 from flatparam_core.storage.residency import RESIDENCY, Residency
-from flatparam_core.storage.shard import Shard
-from flatparam_core.storage.tensor_data import give_data
+from flatparam_core.storage.shard import Shard, give_data
 
 __all__ = [
     "BufferPool",

@@ -1,4 +1,4 @@
-"""This rank's part of a flat parameter, wherever the user has put it."""
+"""This rank's part of a flat parameter, wherever the user has put it; and a tensor that gets other memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import Self
 from flatparam_core.errors import FlatParamError
 from flatparam_core.flat_parameter import FlatParameter
 
-__all__ = ["Shard"]
+__all__ = ["Shard", "give_data"]
 
 
 @final
@@ -71,3 +71,18 @@ class Shard:
         own = values.to(self.flat_param.device)
         if not torch.equal(own, self.values):
             self.flat_param.detach().copy_(own)
+
+
+def give_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Make `tensor` use the memory of `data`, of any shape, dtype and device; it keeps its class and its attributes.
+
+    Raises:
+        RuntimeError: if torch cannot put the memory of one device under a tensor of a different one (an accelerator
+            that is registered as `PrivateUse1` beside the CPU), and something has a weak reference to `tensor`.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    other = torch.Tensor._make_subclass(type(tensor), data.detach(), tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]

@@ -11,13 +11,13 @@ from torch import nn
 from flatparam.observing.whole_program import nothing_recorded
 from flatparam_comm import ByteLedger, NoStreams, SingleCollectives, Topology, acting_as
 from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
+from flatparam_files import without_collector
 from flatparam_plan.hollow import HollowMemory, without_compiler
 from flatparam_plan.measuring import recorded
 from flatparam_plan.rehearsal.observer import Observer
 from flatparam_plan.rehearsal.rehearsal import Rehearsal, UnitFacts
 from flatparam_plan.training import Setup, TrainingProgram, train
 from flatparam_runtime import Unit, UnitPlan, shard_module, units_in
-from flatparam_state import without_collector
 
 __all__ = ["rehearse"]
 

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from flatparam_files import DTYPES, TensorInfo
 from flatparam_files.disk import parse_json, renamed
 from flatparam_publish.versions.errors import PublishError
-from flatparam_state.checkpoint.model_tensors import ModelTensor, model_tensors
+from flatparam_state.model_tensors import ModelTensor, model_tensors
 
 __all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
 
@@ -148,8 +148,8 @@ def _published(
     tensor: ModelTensor, names: ReceiverNames | None, dtype: torch.dtype | None
 ) -> PublishedTensor:
     new_names = tuple(dict.fromkeys(renamed(name, names) for name in tensor.names))
-    own = tensor.info.dtype
-    info = TensorInfo(tensor.info.shape, dtype if dtype is not None and own.is_floating_point else own)
+    own = tensor.dtype
+    info = TensorInfo(tensor.shape, dtype if dtype is not None and own.is_floating_point else own)
     stride = tensor.stride
     if stride is None:
         return PublishedTensor(new_names, info)

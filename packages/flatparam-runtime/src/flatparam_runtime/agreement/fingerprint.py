@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Final, final
@@ -9,10 +10,10 @@ from zlib import crc32
 
 import attrs
 
-from flatparam_comm import Threshold, Topology
+from flatparam_comm import Threshold, Topology, Transitions
 from flatparam_runtime.agreement.deed import Acting, Deed, DeedKind
 
-__all__ = ["FLAGS", "Fingerprint"]
+__all__ = ["FLAGS", "PROGRESS", "Fingerprint", "Progress"]
 
 FLAGS: Final = 16
 """The number of bytes by which fingerprints are compared."""
@@ -34,6 +35,26 @@ LOG_LENGTH: Final = Threshold(
 )
 
 
+class Progress(enum.Enum):
+    """How far the ranks of a tree have come together without a divergence."""
+
+    NEW = "they have not compared their units"
+    BEGUN = "they have compared their units, and compare before each collective"
+    INFERRED = "they have completed a forward pass that autograd does not record; they compare at the end of such ones"
+    TRAINED = "they have completed a training step, and compare at the end of each pass"
+
+
+PROGRESS: Final = Transitions(
+    "progress of the ranks",
+    {
+        Progress.NEW: frozenset({Progress.BEGUN}),
+        Progress.BEGUN: frozenset({Progress.INFERRED, Progress.TRAINED}),
+        Progress.INFERRED: frozenset({Progress.INFERRED, Progress.TRAINED}),
+        Progress.TRAINED: frozenset({Progress.TRAINED}),
+    },
+)
+
+
 @final
 @attrs.define(eq=False)
 class Fingerprint:
@@ -52,7 +73,8 @@ class Fingerprint:
     listed: set[tuple[int, int]] = attrs.field(factory=set)
     """The parameters without elements on this rank that its optimizers list: the handle's identity, and the index."""
     before_each: Callable[[Topology, Deed], None] | None = None
-    """A check before each collective, until the ranks have completed a whole pass together; then `None`."""
+    """A check before each collective, while `progress` asks for one."""
+    progress: Progress = Progress.NEW
     noted: int = 0
     """The number of collectives since the beginning."""
     model: str = ""
@@ -65,6 +87,23 @@ class Fingerprint:
     """By the checksum of what was done between passes, its description."""
     _log: array[int] = attrs.field(factory=lambda: array("q"))
     """Two numbers for each collective: its code and its bytes. Bounded, since passes may go on without agreement."""
+
+    @property
+    def compares_at_end(self) -> bool:
+        """Whether the ranks have completed some pass together."""
+        return self.progress in (Progress.INFERRED, Progress.TRAINED)
+
+    def advance(self, progress: Progress) -> None:
+        """Take a step of the progress table; what was reached before stays reached."""
+        # The graph of a pass may outlive the tree that it was made in: then a backward pass comes first in this one.
+        is_first = self.progress is Progress.NEW and progress is not Progress.BEGUN
+        if self.progress is not Progress.TRAINED and not is_first:
+            self.progress = PROGRESS.move(self.progress, progress, who=f"model {self.model!r}")
+
+    def begin_pass(self, *, recorded: bool, before_each: Callable[[Topology, Deed], None]) -> None:
+        """Begin a pass, in which `before_each` checks each collective unless one comparison at the end is enough."""
+        once = self.progress is Progress.TRAINED or (self.progress is Progress.INFERRED and not recorded)
+        self.before_each = None if once else before_each
 
     def note(self, kind: DeedKind, unit: Acting, number: int, nbytes: int) -> None:
         """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""

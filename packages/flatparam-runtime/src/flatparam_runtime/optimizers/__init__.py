@@ -8,18 +8,13 @@ from flatparam_runtime.optimizers.in_backward import (
     step_in_backward,
 )
 from flatparam_runtime.optimizers.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer
-from flatparam_runtime.optimizers.stepping import (
-    note_step_of,
-    notice_optimizers,
-    set_flat_steps,
-    step_in_segments,
-    tensors_stepped,
-)
+from flatparam_runtime.optimizers.stepping import StepPreparation, note_step_of, notice_optimizers
 
 __all__ = [
     "acts_in_backward",
     "COUNTERS",
     "OptimizerKind",
+    "StepPreparation",
     "allow_shards",
     "check_in_backward_optimizers",
     "clip_grad_norm_",
@@ -28,8 +23,5 @@ __all__ = [
     "note_step_of",
     "notice_optimizers",
     "part_states_of",
-    "set_flat_steps",
     "step_in_backward",
-    "step_in_segments",
-    "tensors_stepped",
 ]

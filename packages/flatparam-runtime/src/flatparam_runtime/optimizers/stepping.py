@@ -1,8 +1,8 @@
-"""An ordinary `torch.optim` optimizer steps tensors of the best length, whatever parameters it has.
+"""The one hook before a step of each optimizer in the process.
 
-Before each step of each optimizer in the process, a hook looks at it. An optimizer that steps neighbours in a shard, or
-a long parameter on the CPU, steps segments in their place from then on (`plan`). One that looks at shapes is refused on
-shards (`shape_rules`). Any other steps its parameters, such as short flat ones, as it always did.
+The step is noted, so that ranks which step otherwise are found; a step of gradients that are not finite is left out;
+an optimizer that looks at shapes is refused on shards (`shape_rules`). An add-on may prepare it further, by the entry
+point `steps` of `flatparam.optimizers`: flatparam-optim has it step neighbours in a shard as one tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import attrs
 import torch
@@ -19,21 +19,26 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self
 
-from flatparam_comm import FlatParameter, FlatParamHandle, end_of_call, handle_of, owner_of, watch_call
+from flatparam_comm import (
+    FlatParameter,
+    FlatParamHandle,
+    end_of_call,
+    handle_of,
+    module_behind,
+    owner_of,
+    watch_call,
+)
 from flatparam_runtime.agreement.divergence import STEP
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward, untraced
-from flatparam_runtime.optimizers.divided import is_long
 from flatparam_runtime.optimizers.earlier_state import keep_own_part
 from flatparam_runtime.optimizers.leaving_out import step_instead
-from flatparam_runtime.optimizers.plan import SegmentStepper
-from flatparam_runtime.optimizers.segment import STEP_NUMEL
 from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
-from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, KEEPS_OWN_PART, STEPS, STEPS_EACH
+from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART, STEPS
 from flatparam_runtime.unit import WAITING, Unit, drop_waiting_of, holder_of_parameter
 
-__all__ = ["note_step_of", "notice_optimizers", "set_flat_steps", "step_in_segments", "tensors_stepped"]
+__all__ = ["StepPreparation", "note_step_of", "notice_optimizers"]
 
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
@@ -42,18 +47,18 @@ _STEPPED: Final = "_flatparam_stepped"
 _TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
-def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
-    """Say whether `optimizer` may step neighbours as one tensor, and long ones in pieces; it may unless told not to.
+class StepPreparation(Protocol):
+    """A module that the entry point `steps` of `flatparam.optimizers` names."""
 
-    The numbers are the same either way.
-    """
-    setattr(optimizer, STEPS_EACH, not enabled)
+    def prepare_step(self, optimizer: optim.Optimizer) -> None:
+        """Have the optimizer step, now and later, what is best; it is about to step."""
+        ...
 
 
-def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
-    """The number of tensors that the last step of `optimizer` updated; `None` if it steps each parameter by itself."""
-    stepper = vars(optimizer).get(INIT_GROUP)
-    return stepper.count if isinstance(stepper, SegmentStepper) else None
+@functools.cache
+def _preparation() -> StepPreparation | None:
+    found: StepPreparation | None = module_behind("flatparam.optimizers", "steps", "flatparam_optim")
+    return found
 
 
 @functools.cache
@@ -62,8 +67,9 @@ def notice_optimizers() -> None:
 
     From then on its `zero_grad()` drops gradients that wait for a reduction (`no_sync`), too.
 
-    One of `torch.optim` that holds parameters of a unit then steps neighbours as one tensor, and long ones in pieces
-    (`set_flat_steps`); one that would train other numbers on shards is refused, or warned of (`allow_shards`).
+    One that would train other numbers on shards is then refused, or warned of (`allow_shards`); with flatparam-optim,
+    one of `torch.optim` that holds parameters of a unit steps neighbours as one tensor, and long ones in pieces
+    (`set_flat_steps`).
 
     The wrapper calls it. Call it yourself, once, if you shard by `shard_module` alone: otherwise optimizers step each
     parameter by itself, and none is refused.
@@ -96,41 +102,17 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if KEEPS_OWN_PART not in vars(optimizer):
         keep_own_part(optimizer)
     instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
-    _choose_segments(optimizer)
+    if type(optimizer) not in STEPS:
+        check_sees_no_shards(optimizer)
+    preparation = _preparation()
+    if preparation is not None:
+        preparation.prepare_step(optimizer)
     return instead
 
 
 def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         end_of_call()
-
-
-def step_in_segments(optimizer: optim.Optimizer) -> None:
-    """Step an optimizer of `torch.optim` that is a part of another one, without the hooks that torch has around a step.
-
-    It steps neighbours as one tensor, and long parameters in pieces, as one by itself does.
-
-    Args:
-        optimizer: of a class that treats each element alone.
-    """
-    if not torch.compiler.is_compiling():
-        _choose_segments(optimizer)
-    STEPS[type(optimizer)](optimizer)
-
-
-def _choose_segments(optimizer: optim.Optimizer) -> None:
-    if type(optimizer) not in STEPS:
-        check_sees_no_shards(optimizer)
-        return
-    own = vars(optimizer)
-    stepper = own.get(INIT_GROUP)
-    if own.get(STEPS_EACH, False):
-        if isinstance(stepper, SegmentStepper):
-            del own[INIT_GROUP]
-    elif isinstance(stepper, SegmentStepper):
-        stepper.count = 0
-    elif stepper is None and _has_to_gain(optimizer):
-        own[INIT_GROUP] = SegmentStepper(weakref.ref(optimizer))
 
 
 def _note_step(optimizer: optim.Optimizer) -> bool:
@@ -252,19 +234,3 @@ def _hyper_parameters(group: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in plain
     )
-
-
-def _has_to_gain(optimizer: optim.Optimizer) -> bool:
-    """Whether it has several original parameters in a group, or a long parameter of any kind."""
-    limit = STEP_NUMEL.value
-    for group in optimizer.param_groups:
-        has_several = len(group["params"]) > 1
-        for parameter in group["params"]:
-            if not isinstance(parameter, FlatParameter):
-                if owner_of(parameter) is None:
-                    continue
-                if has_several:
-                    return True
-            if parameter.numel() > limit and is_long(parameter):
-                return True
-    return False

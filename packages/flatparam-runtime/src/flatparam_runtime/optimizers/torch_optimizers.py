@@ -11,12 +11,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import torch
-from torch import Tensor, optim
+from torch import optim
 
 __all__ = [
     "HOOKS",
@@ -25,8 +23,6 @@ __all__ = [
     "KEEPS_OWN_PART",
     "MAY_SEE_SHARDS",
     "STEPS",
-    "STEPS_EACH",
-    "may_have_segments",
     "steps_of",
 ]
 
@@ -38,8 +34,6 @@ IN_BACKWARD: Final = "_in_backward_optimizers"
 HOOKS: Final = "_post_accumulate_grad_hooks"
 """The attribute of a parameter that has the hooks to call once its gradient is there; `None` if there are none."""
 
-STEPS_EACH: Final = "_flatparam_steps_each"
-"""Our mark on an optimizer that may not step segments."""
 KEEPS_OWN_PART: Final = "_flatparam_keeps_own_part"
 """Our mark on an optimizer whose state has been cut as its parameters were."""
 MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
@@ -68,21 +62,3 @@ STEPS: Final[Mapping[type[optim.Optimizer], Callable[[Any], Any]]] = steps_of(
     )
 )
 """The optimizers that treat each element alone, and can therefore step segments."""
-
-
-def may_have_segments(group: Mapping[str, Any]) -> bool:
-    """Whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
-
-    The padding between parameters has to stay zero, as its gradient is. It does with all these optimizers if no number
-    is infinite and none divides by zero. The fused kernels of the CPU do not round the last elements of a tensor as the
-    others. Tensors as hyper-parameters, and steps that are differentiated, are left to the optimizer too.
-    """
-    if group.get("differentiable", False):
-        return False
-    if group.get("fused", False) and any(parameter.device.type == "cpu" for parameter in group["params"]):
-        return False
-    for value in group.values():
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, Tensor) or (isinstance(number, float) and not math.isfinite(number)):
-                return False
-    return bool(group.get("eps", 1.0) >= torch.finfo(torch.float32).smallest_normal)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, TypeAlias, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final, final
 
 import attrs
 import torch
@@ -25,7 +25,9 @@ from flatparam_runtime.autograd import (
     profiled,
     will_run,
 )
+from flatparam_runtime.passes.freeing import Moment, free
 from flatparam_runtime.passes.order import ForwardPass
+from flatparam_runtime.passes.record import LeafKey, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, leaf_watches, note_waiting
 
@@ -33,28 +35,6 @@ __all__ = ["BackwardPass", "notice_failed_passes"]
 
 MOMENT: Final = 1.0
 """In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""
-
-
-LeafKey: TypeAlias = tuple[int, int]
-"""A leaf of a unit: the number of its handle, and its index there."""
-
-
-@final
-@attrs.define(eq=False)
-class UnitBackward:
-    """The leaves and inputs of a unit whose gradients the engine is going to compute, and for which the unit waits."""
-
-    leaves: set[LeafKey]
-    averaging: Averaging
-    """The factors that make the mean of these gradients over ranks."""
-    keeps: bool
-    """Whether gradients stay where autograd leaves them until the unit is complete."""
-    run: int
-    """The autograd run that computes these gradients. A reentrant checkpoint has an inner run of its own, which may
-    reach a leaf that the outer run reaches too."""
-    inputs: set[object] = attrs.field(factory=set)
-    keeps_parameters: bool = False
-    """Whether the full parameters stay until the end of the pass."""
 
 
 def notice_failed_passes() -> None:
@@ -117,35 +97,31 @@ class BackwardPass:
     pool: BufferPool
     on_end: Callable[[bool], None]
     """Called at the end: whether gradients were reduced."""
-    expected: dict[Unit, set[LeafKey]]
+    reductions: Reductions
+    expected: dict[Unit, UnitBackward]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
-    active: dict[Unit, UnitBackward] = attrs.field(factory=dict)
-    entered: set[Unit] = attrs.field(factory=set)
-    kept: set[Unit] = attrs.field(factory=set)
-    """The complete units whose full parameters stay until the end of the pass: code around them may still read some."""
-    calls: dict[Unit, ForwardCall] = attrs.field(factory=dict)
-    """For each unit that was entered, the forward call that is differentiated: the unit's last one."""
-    ready: dict[Unit, Averaging] = attrs.field(factory=dict)
-    """The complete units that wait for their turn to be reduced, with the factors that they have collected with."""
-    reductions: Reductions = attrs.field(kw_only=True)
-    to_enter: set[Unit] = attrs.field(init=False)
-    """The expected units that no gradient has reached yet: their full parameters may still have to be gathered."""
+    records: dict[Unit, UnitBackward] = attrs.field(init=False)
+    """What is known of each unit that the pass is to reach, or has reached."""
+    ready: list[UnitBackward] = attrs.field(factory=list)
+    """The complete units, which wait for their turn to be reduced."""
+    to_enter: int = attrs.field(init=False)
+    """How many expected units no gradient has reached yet: their full parameters may still have to be gathered."""
     has_computed: bool = False
     """Whether autograd has computed every gradient, so that nothing needs full parameters any more."""
     comparison: Comparison | None = None
     """The comparison of the ranks at the end."""
-    run: int = attrs.field(factory=current_run)
-    """The autograd run that the pass began in."""
     is_last: bool = False
     """Whether, as far as is known, nobody has another graph for a backward pass to come."""
-    lent: dict[Unit, list[Unit]] = attrs.field(factory=dict)
-    """For each unit, those of which its forward calls have read parameters, and that lend them again."""
     callback: Callable[[], _EndOfBackward | None] = _no_callback
     """The callback, if the autograd run that this pass began in is still running: autograd alone holds it."""
 
+    @records.default
+    def _everything_expected(self) -> dict[Unit, UnitBackward]:
+        return {**self.expected}
+
     @to_enter.default
-    def _everything_expected(self) -> set[Unit]:
-        return {*self.expected}
+    def _as_many_as_expected(self) -> int:
+        return len(self.expected)
 
     @classmethod
     def begin(
@@ -158,14 +134,13 @@ class BackwardPass:
         on_end: Callable[[bool], None],
     ) -> Self:
         """A pass for the autograd run that this thread is in."""
-        expected = {}
+        expected, run = {}, current_run()
         for unit in sorted(units, key=forward.place, reverse=True):
             leaves = _hooked_leaves_to_come(unit)
             if leaves or _has_more_to_come(unit):
-                expected[unit] = leaves
-        current = cls(
-            units, forward, fingerprint, pool, on_end, expected, reductions=Reductions(streams.runs_ahead)
-        )
+                expected[unit] = UnitBackward(unit, leaves, run)
+        reductions = Reductions(streams.runs_ahead)
+        current = cls(units, forward, fingerprint, pool, on_end, reductions, expected)
         callback = _EndOfBackward(current.finish)
         current.callback = weakref.ref(callback)
         call_at_end(callback)
@@ -184,6 +159,16 @@ class BackwardPass:
         while self.callback() is not None and time.monotonic() < until:
             time.sleep(0.001)
 
+    @property
+    def calls(self) -> Iterator[ForwardCall]:
+        """The forward calls that are differentiated."""
+        return (record.call for record in self.records.values() if record.call is not None)
+
+    def call_of(self, unit: Unit) -> ForwardCall | None:
+        """The forward call of `unit` that is differentiated, if a gradient has reached it."""
+        record = self.records.get(unit)
+        return None if record is None else record.call
+
     # Reports from hooks
 
     @profiled("_pre_backward_hook")
@@ -197,47 +182,51 @@ class BackwardPass:
         Raises:
             FlatParamError: if the parameters have changed since the forward call.
         """
-        state = self.active.get(unit)
-        self.calls.setdefault(unit, call)
-        if state is None or unit not in self.entered:
+        record = self.records.get(unit)
+        if record is None or record.call is None or record.stage is not Stage.ACTIVE:
             _check_unchanged(unit, call)
-            state = state or self._activate(unit)
-            self.entered.add(unit)
+            if record is None or record.stage is not Stage.ACTIVE:
+                record = self._activate(unit)
+            if record.call is None:
+                record.call = call
+                self.to_enter -= unit in self.expected
             if not self.reductions.overlaps(unit):
                 self.reductions.make_room()
             if unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=call.full_precision)
-            self.to_enter.discard(unit)
             if not (self.to_enter and unit.plan.free_after_forward):
                 # Nothing more is gathered: gradients can have the pooled memory of full parameters.
                 self.pool.trim()
             for lender in unit.links.lenders:
                 # A lender in a different tree has its own pass.
-                if lender.observers.fingerprint is self.fingerprint and lender not in self.active:
-                    self._hook_the_rest(lender, self._activate(lender))
+                if lender.observers.fingerprint is self.fingerprint and not self._is_active(lender):
+                    self._hook_the_rest(self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:
                 unit.finish_unshard()
         if call.lent:
-            self._have_lent(unit, call)
-        state.inputs.update(_last_to_arrive(call))
+            self._have_lent(record, call)
+        record.inputs.update(_last_to_arrive(call))
         # If gradients are enabled, each gradient has a graph, which is watched too.
-        if torch.is_grad_enabled() or (not state.inputs and not self._is_last(unit, call)):
-            self._hook_the_rest(unit, state)
+        if torch.is_grad_enabled() or (not record.inputs and not self._is_last(unit, call)):
+            self._hook_the_rest(record)
         # Without an input to wait for, nothing says when a reentrant recomputation inside last needs the parameters;
         # and in the graph of a gradient nothing says which node reads them last.
-        state.keeps_parameters = state.keeps_parameters or again or not call.inputs
+        record.keeps_parameters = record.keeps_parameters or again or not call.inputs
 
-    def _have_lent(self, unit: Unit, call: ForwardCall) -> None:
-        """Have the full parameters that `call` has read of other units in place, until `unit` is complete."""
-        known = self.lent.setdefault(unit, [])
+    def _is_active(self, unit: Unit) -> bool:
+        record = self.records.get(unit)
+        return record is not None and record.stage is Stage.ACTIVE
+
+    def _have_lent(self, record: UnitBackward, call: ForwardCall) -> None:
+        """Have the full parameters that `call` has read of other units in place, until its unit is complete."""
         for lender in call.lent:
-            if lender not in known:
-                unit.borrow(lender, lender.name)
-                self.lent[unit].append(lender)
+            if lender not in record.lent:
+                record.unit.borrow(lender, lender.name)
+                record.lent.append(lender)
                 lender.unshard(full_precision=call.full_precision)
-                if lender not in self.active:
-                    self._hook_the_rest(lender, self._activate(lender))
+                if not self._is_active(lender):
+                    self._hook_the_rest(self._activate(lender))
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
         """Whether only the end of the pass waits for `unit`.
@@ -248,45 +237,48 @@ class BackwardPass:
 
     def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """The gradient of parameter `index` of the unit's flat parameter `number` is finished."""
-        state = self.active.get(unit) or self._activate(unit)
-        handle, divisor = unit.handles[number], state.averaging.before
-        if state.keeps:
+        record = self.records.get(unit)
+        if record is None or record.stage is not Stage.ACTIVE:
+            record = self._activate(unit)
+        handle, divisor = unit.handles[number], record.averaging.before
+        if record.keeps:
             handle.keep([index], divisor=divisor)
         else:
             handle.deposit(index, divisor=divisor)
         key = (number, index)
         # In a different autograd run, more of this gradient may follow.
-        if key in state.leaves and current_run() == state.run:
-            state.leaves.discard(key)
-            self._complete_if_done(unit, state)
+        if key in record.leaves and current_run() == record.run:
+            record.leaves.discard(key)
+            self._complete_if_done(record)
 
     def input_arrived(self, unit: Unit, token: object) -> None:
         """The gradient of an input of `unit` is finished."""
-        state = self.active.get(unit)
-        if state is not None and token in state.inputs:
-            state.inputs.discard(token)
-            self._complete_if_done(unit, state)
+        record = self.records.get(unit)
+        if record is not None and record.stage is Stage.ACTIVE and token in record.inputs:
+            record.inputs.discard(token)
+            self._complete_if_done(record)
 
     # Consequences of the reports
 
-    def _complete_if_done(self, unit: Unit, state: UnitBackward) -> None:
-        if state.leaves or state.inputs or current_run() != state.run:
+    def _complete_if_done(self, record: UnitBackward) -> None:
+        if record.leaves or record.inputs or current_run() != record.run:
             return
-        self._hook_the_rest(unit, state)
-        if not state.leaves and not (state.keeps_parameters and self._is_alone(unit)):
-            self._complete(unit)
+        self._hook_the_rest(record)
+        if not record.leaves and not (record.keeps_parameters and self._is_alone(record)):
+            self._complete(record)
 
-    def _is_alone(self, unit: Unit) -> bool:
+    def _is_alone(self, record: UnitBackward) -> bool:
         """Whether the pass waits for no other unit: `finish` comes next, which frees parameters before it collects."""
-        return self.active.keys() | self.expected.keys() == {unit}
+        waiting = (Stage.EXPECTED, Stage.ACTIVE)
+        return not any(each.stage in waiting and each is not record for each in self.records.values())
 
-    def _hook_the_rest(self, unit: Unit, state: UnitBackward) -> None:
+    def _hook_the_rest(self, record: UnitBackward) -> None:
         """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
-        for number, handle, watch in leaf_watches(unit.handles):
+        for number, handle, watch in leaf_watches(record.unit.handles):
             missing = watch.missing() if handle.exposure.is_trainable else ()
             if missing:
                 watch.hook(missing)
-                state.leaves.update((number, index) for index in missing)
+                record.leaves.update((number, index) for index in missing)
 
     def _collect(self, unit: Unit, averaging: Averaging) -> None:
         """Take the gradients of leaves without a hook, and those that were kept."""
@@ -312,19 +304,20 @@ class BackwardPass:
                 "shares it; call backward() once, on the sum of the losses, or finish one model's forward and backward "
                 "pass before the other's, or wrap one module around both models"
             )
-        # The unit was complete, and a gradient reaches it again: the collected gradients stay.
-        self.ready.pop(unit, None)
         unit.move(Phase.BACKWARD)
-        averaging = unit.reducer.averaging(unit.handles)
-        keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
-        if unit in self.expected:
-            state = UnitBackward(self.expected[unit], averaging, keeps, self.run)
-        else:
-            state = UnitBackward(_hooked_leaves_to_come(unit), averaging, keeps, current_run())
-        # A gradient of a reentrant checkpoint's inner run may come when the unit was complete.
-        state.keeps_parameters = unit in self.kept
-        self.active[unit] = state
-        return state
+        record = self.records.get(unit)
+        if record is None:
+            record = self.records[unit] = UnitBackward(unit, _hooked_leaves_to_come(unit), current_run())
+        elif record.stage is not Stage.EXPECTED:
+            # A gradient reaches it again: the collected gradients stay.
+            if record.stage is Stage.COMPLETE:
+                self.ready.remove(record)
+            record.leaves, record.run = _hooked_leaves_to_come(unit), current_run()
+            record.inputs.clear()
+        record.move(Stage.ACTIVE)
+        averaging = record.averaging = unit.reducer.averaging(unit.handles)
+        record.keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
+        return record
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
         plan, listed = unit.plan.prefetch, unit.links.backward_prefetch
@@ -345,67 +338,65 @@ class BackwardPass:
         for unit in units:
             if not count:
                 return
-            if unit not in self.entered and unit.plan.unshards_in_backward:
+            if self.call_of(unit) is None and unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=unit.computes_in_full_precision)
                 count -= 1
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete(self, record: UnitBackward) -> None:
+        unit = record.unit
         in_range(
             lambda: "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only",
             self._leave,
-            unit,
+            record,
         )
 
-    def _leave(self, unit: Unit) -> None:
-        state = self.active.pop(unit)
-        self.expected.pop(unit, None)
-        if state.keeps_parameters:
-            self.kept.add(unit)
-        else:
+    def _leave(self, record: UnitBackward) -> None:
+        unit = record.unit
+        record.move(Stage.COMPLETE)
+        if self.expected.pop(unit, None) is not None and record.call is None:
+            self.to_enter -= 1
+        if not record.keeps_parameters:
             self._free(unit)
         for lender in unit.links.lenders:
-            if lender not in self.active:
+            if not self._is_active(lender):
                 self._free(lender)
-        if self.lent:
-            self._give_back(unit)
+        if record.lent:
+            self._give_back(record)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
-        self._collect(unit, state.averaging)
+        self._collect(unit, record.averaging)
         unit.move(Phase.IDLE)
         if not unit.reducer.synchronises:
             unit.reducer.unsynced.update(unit.trainable)
         if not (unit.reducer.synchronises and unit.reducer.sums_copies):
             note_waiting(unit)
-        self.ready[unit] = state.averaging
+        self.ready.append(record)
         self._reduce_ready()
 
-    def _give_back(self, unit: Unit) -> None:
-        for lender in self.lent.pop(unit, ()):
-            unit.give_back(lender)
+    def _give_back(self, record: UnitBackward) -> None:
+        for lender in record.lent:
+            record.unit.give_back(lender)
+        record.lent.clear()
 
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
-        is_lent = not self.active.keys().isdisjoint(unit.links.borrowers)
-        if not is_lent:
-            self._reshard(unit)
-
-    def _reshard(self, unit: Unit) -> None:
-        if unit.reducer.synchronises or unit.plan.free_after_unsynced_backward:
-            # The graph of a gradient may have full parameters.
-            unit.reshard(is_computed=self.is_last and not torch.is_grad_enabled())
+        is_lent = not self.has_computed and any(map(self._is_active, unit.links.borrowers))
+        # The graph of a gradient may have full parameters.
+        is_computed = self.is_last and not torch.is_grad_enabled()
+        free(unit, Moment.COMPLETE, is_kept=is_lent, is_computed=is_computed)
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
         """Issue the reductions whose turn has come: of the complete units, the last to begin first."""
         place = self.forward.place
         awaited = -1 if all_of_them or not self.expected else place(next(iter(self.expected)))
         # Most wait alone.
-        ready = self.ready if len(self.ready) == 1 else sorted(self.ready, key=place, reverse=True)
-        for unit in [*ready]:
-            if place(unit) < awaited:
-                return
-            averaging = self.ready.pop(unit)
-            self._prefetch(unit, BackwardOrder.AFTER_COMPUTE)
-            if unit.reducer.synchronises:
-                self.reductions.issue(unit, averaging)
+        if len(self.ready) > 1:
+            self.ready.sort(key=lambda record: place(record.unit), reverse=True)
+        while self.ready and place(self.ready[0].unit) >= awaited:
+            record = self.ready.pop(0)
+            record.move(Stage.DONE)
+            self._prefetch(record.unit, BackwardOrder.AFTER_COMPUTE)
+            if record.unit.reducer.synchronises:
+                self.reductions.issue(record.unit, record.averaging)
 
     def finish(self) -> None:
         """Complete the units that still wait, and give every gradient to its parameter; autograd has computed all."""
@@ -420,13 +411,13 @@ class BackwardPass:
         self.has_computed = True
         for unit in self.units:
             # No hook reported the unit: its outputs hide their tensors.
-            if unit not in self.active and _has_gradients_left(unit):
+            if not self._is_active(unit) and _has_gradients_left(unit):
                 self._activate(unit)
         for unit in self.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
-            self._reshard(unit)
-        for unit in list(self.active):
-            self._complete(unit)
+            self._free(unit)
+        for record in [each for each in self.records.values() if each.stage is Stage.ACTIVE]:
+            self._complete(record)
         self._reduce_ready(all_of_them=True)
         for unit in self.units:
             # The gradients were collected earlier, and this pass has not reached the unit.
@@ -440,9 +431,9 @@ class BackwardPass:
     def drop(self) -> None:
         """Drop everything after an exception; wait for the reductions in flight, since they own memory."""
         self.reductions.drop()
-        for unit in [*self.lent]:
-            self._give_back(unit)
-        self.active.clear()
+        for record in self.records.values():
+            self._give_back(record)
+        self.records.clear()
         self.ready.clear()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from flatparam_comm import FlatParamError, FlatParamHandle, Residency, Threshold, tell_failure
+from flatparam_comm import FlatParamError, FlatParamHandle, Threshold, tell_failure
 from flatparam_runtime.autograd import (
     apart_from_checkpoints,
     dispatch_modes,
@@ -29,6 +29,7 @@ from flatparam_runtime.autograd import (
     untraced,
 )
 from flatparam_runtime.optimizers import check_in_backward_optimizers
+from flatparam_runtime.passes.freeing import Moment, free
 from flatparam_runtime.passes.lending import lend_what_is_read, take_back_unused
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
@@ -109,12 +110,13 @@ def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
 
 
 def _watch_unit(tree: UnitTree, unit: Unit) -> None:
+    stream = tree.latest_forward.stream
     for number, handle in enumerate(unit.handles):
         watch: LeafWatch | None = handle.forms.current.watch
         if watch is None:
-            _watch_leaves(unit, number, handle, tree.stream)
-        elif tree.has_changed_stream:
-            watch.follow(tree.stream)
+            _watch_leaves(unit, number, handle, stream)
+        elif watch.stream != stream:
+            watch.follow(stream)
 
 
 def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
@@ -309,43 +311,28 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
     if not unit.held.calls:
         unit.move(Phase.IDLE)
         around = tree.forward
-        is_inference = around is not None and not around.recorded
-        is_computed = is_inference and not tree.graphs
+        is_computed = around is not None and not around.recorded and not tree.graphs
         for lender in unit.links.lenders:
-            # Nothing would gather it again for the backward pass of outputs that hide their tensors.
-            goes = lender.plan.free_after_forward and (call.watched or not call.recorded)
-            goes = goes or is_inference
-            # Whoever called computes with what was returned.
-            goes = goes and lender not in call.returned
-            if goes and not lender.is_needed and lender.phase is Phase.IDLE:
-                lender.reshard(is_computed=is_computed)
-        # A recomputation stops early, with an exception, as soon as it has what it needs; the gradients come at once.
-        keeps = inside_backward or (not call.failed and _keeps_full_parameters(around, unit, call))
-        if not keeps and not (call.recorded and _is_first_of_backward(tree, unit)):
-            unit.reshard(is_computed=is_computed)
+            free(lender, Moment.READER_ENDED, call, around=around, is_computed=is_computed)
+        free(
+            unit,
+            Moment.CALL_ENDED,
+            call,
+            around=around,
+            in_backward=inside_backward,
+            is_next=_is_first_of_backward(tree, unit),
+            is_computed=is_computed,
+        )
     for lender in call.lent:
         unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
-        _drop_unused_prefetches(tree)
+        for each in tree.units:
+            free(each, Moment.FORWARD_ENDED)
         if call.recorded:
             tree.graphs.add(call)
         tree.end_forward()
-
-
-def _keeps_full_parameters(around: ForwardPass | None, unit: Unit, call: ForwardCall) -> bool:
-    # Whoever called computes with what was returned.
-    if unit.is_needed or unit in call.returned:
-        return True
-    if not call.recorded:
-        # If no recorded pass is around the call, no backward follows, and the next pass may come after an optimizer's
-        # step. In a recorded pass the call is a reentrant checkpoint, whose recomputation needs the parameters again.
-        return around is not None and around.recorded and not call.is_top and not unit.plan.free_after_forward
-    # The outputs hide their tensors: no hook would gather the parameters again for their backward.
-    if not call.watched and (unit.trainable or call.inputs):
-        return True
-    return (call.is_top and unit.plan.keeps_outermost) or not unit.plan.free_after_forward
 
 
 def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
@@ -357,13 +344,7 @@ def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
         return False
     # Only the number of units counts: ranks that diverge must still issue the same collectives, so that all detect it.
     still_open = 2  # this call, and the outermost one around it
-    return len(tree.forward.ended) == tree.calls_before - still_open
-
-
-def _drop_unused_prefetches(tree: UnitTree) -> None:
-    for unit in tree.units:
-        if unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE and not unit.showing.are_held:
-            unit.reshard()
+    return len(tree.forward.ended) == tree.forward.calls_before - still_open
 
 
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -453,7 +434,7 @@ def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index
         return
     tree = tree_of(unit)
     current = tree.living_backward() or tree.begin_backward()
-    call = current.calls.get(unit)
+    call = current.call_of(unit)
     if call is not None and leaf.grad is not None:
         _watch_gradient(unit, call, leaf.grad)
     current.gradient_arrived(unit, number, index)

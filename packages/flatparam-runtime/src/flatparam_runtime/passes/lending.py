@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, untraced
+from flatparam_runtime.passes.freeing import Moment, free
 from flatparam_runtime.passes.tree import UnitTree, tree_of
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
 
@@ -106,5 +107,4 @@ def take_back_unused(reader: Unit, call: ForwardCall, unit: Unit) -> None:
     if call.lent[unit] == _holders(unit):
         del call.lent[unit]
         reader.give_back(unit)
-        if not unit.is_needed and unit.phase is Phase.IDLE and unit.plan.free_after_forward:
-            unit.reshard()
+        free(unit, Moment.LOAN_ENDED)

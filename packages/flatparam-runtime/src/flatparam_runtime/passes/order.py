@@ -19,6 +19,10 @@ class ForwardPass:
 
     recorded: bool = False
     """Whether autograd records the outermost call."""
+    stream: int = 0
+    """The stream that was current when it began."""
+    calls_before: int = 0
+    """The number of unit calls in the last forward pass before it that autograd recorded."""
     began: list[Unit] = attrs.field(factory=list)
     ended: list[Unit] = attrs.field(factory=list)
     _places: dict[Unit, int] = attrs.field(factory=dict)

@@ -13,12 +13,13 @@ from typing_extensions import Self
 from flatparam_comm import BufferPool, FlatParamError, NoStreams, OnDevice, clean_fqn, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_inference
 from flatparam_runtime.agreement.divergence import agree_on_deed
-from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.fingerprint import Fingerprint, Progress
 from flatparam_runtime.agreement.newcomers import warn_of_newcomers
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
+from flatparam_runtime.passes.freeing import Moment, free
 from flatparam_runtime.passes.graphs import check_no_graphs
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import (
@@ -49,27 +50,19 @@ class UnitTree:
     `forward` and `backward` hold the state of one pass, and are `None` between passes.
     """
 
-    root: Unit
     units: tuple[Unit, ...]
+    """The root comes first."""
     forward: ForwardPass | None = None
     last_forward: ForwardPass | None = None
     """The previous forward pass; prefetching expects the same order again."""
-    calls_before: int = 0
-    """The number of unit calls that ended in the last forward pass that autograd recorded."""
     keeps_unsharded: bool = False
     """Whether full parameters in memory between passes may be used as they are, after an unsynced backward pass."""
     fingerprint: Fingerprint = attrs.field(factory=Fingerprint)
     """The fingerprint of the collectives of all units."""
-    guard: NonfiniteGuard | None = None
-    """The guard against gradients that are not finite; None if no unit asks for it."""
     pool: BufferPool = attrs.field(factory=lambda: BufferPool(keeps=False))
     """Memory of the full parameters and unsharded gradients of all units, during a pass."""
     streams: OnDevice = attrs.field(factory=NoStreams)
     """The streams of the device that the units compute on."""
-    stream: int = 0
-    """The stream that was current when the pass began."""
-    has_changed_stream: bool = False
-    """Whether passes have begun on several streams."""
     comparison: Comparison | None = None
     """The comparison of the ranks after the last pass, until it is checked."""
     lends: bool = False
@@ -77,12 +70,6 @@ class UnitTree:
     graphs: weakref.WeakSet[ForwardCall] = attrs.field(factory=weakref.WeakSet)
     """The outermost calls that autograd has recorded, and whose graph somebody has for a backward pass to come."""
     _backward: BackwardPass | None = None
-    _has_begun: bool = False
-    """Whether the ranks have compared their units."""
-    _has_trained: bool = False
-    """Whether the ranks have completed a whole training step together without a divergence."""
-    _has_inferred: bool = False
-    """Whether the ranks have completed a forward pass that autograd does not record without a divergence."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of the modules gets a tree of its own.
@@ -94,16 +81,26 @@ class UnitTree:
         revive_units(root.module)
         modules = root.module.named_modules()
         named = [(clean_fqn(name), unit) for name, module in modules if (unit := unit_of(module)) is not None]
-        tree = cls(root, tuple(unit for _, unit in named))
+        tree = cls(tuple(unit for _, unit in named))
         tree.fingerprint.before_each = agree_on_deed
-        tree.guard = NonfiniteGuard.by(unit.plan.nonfinite for unit in tree.units)
+        guard = NonfiniteGuard.by(unit.plan.nonfinite for unit in tree.units)
         for number, (name, unit) in enumerate(named):
             unit.join(name or ROOT_NAME, number, tree.fingerprint)
-            unit.observers.guard = tree.guard
+            unit.observers.guard = guard
             unit.module.__dict__[_TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
         return tree
+
+    @property
+    def root(self) -> Unit:
+        """The unit that no other one of the tree is around."""
+        return self.units[0]
+
+    @property
+    def guard(self) -> NonfiniteGuard | None:
+        """The guard against gradients that are not finite; None if no unit asks for it."""
+        return self.units[0].observers.guard
 
     @property
     def backward(self) -> BackwardPass | None:
@@ -121,7 +118,7 @@ class UnitTree:
         self._look_at_comparison()
         self.pool.keeps = True
         current = self._backward = BackwardPass.begin(
-            self.units, self._differentiated(), self.fingerprint, self.pool, self.streams, self.end_backward
+            self.units, self.latest_forward, self.fingerprint, self.pool, self.streams, self.end_backward
         )
         current.is_last = len(self.graphs) <= 1
         return current
@@ -130,14 +127,14 @@ class UnitTree:
         """Forget the backward pass, which has finished."""
         ended, self._backward = self._backward, None
         if ended is not None:
-            self.graphs.difference_update(ended.calls.values())
+            self.graphs.difference_update(ended.calls)
         self._end_pooling()
         if ended is not None and not self.streams.is_capturing:
             self._compare(ended.comparison)
         self.keeps_unsharded = not synced
         # From here on one comparison at the end of each backward is enough.
         if synced:
-            self._has_trained = True
+            self.fingerprint.advance(Progress.TRAINED)
             self.fingerprint.before_each = None
         if self.guard is not None and ended is not None and ended.comparison is not None:
             # The host waits: the next thing may be a step.
@@ -198,23 +195,23 @@ class UnitTree:
             self._look_at_comparison()
         else:
             self.check_comparison()
-        if not self._has_begun:
+        if self.fingerprint.progress is Progress.NEW:
             check_no_graphs(self.root, self.units)
             agree_on_units(self.units)
             for unit in self.units:
                 # A new object in the place of an original is no newcomer.
                 unit.take_over()
             warn_of_newcomers(self.units)
-            self._has_begun = True
+            self.fingerprint.advance(Progress.BEGUN)
         for unit in self.units:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
             broadcast_buffers(self.root.module, self.root.topology)
-        self._begin_on_stream()
         self.pool.keeps = True
-        self.forward = ForwardPass(recorded=torch.is_grad_enabled())
-        compares_later = self._has_trained or (self._has_inferred and not self.forward.recorded)
-        self.fingerprint.before_each = None if compares_later else agree_on_deed
+        before, recorded = self.last_forward or ForwardPass(), torch.is_grad_enabled()
+        calls_before = len(before.ended) if before.recorded else before.calls_before
+        self.forward = ForwardPass(recorded, self.streams.current(), calls_before)
+        self.fingerprint.begin_pass(recorded=recorded, before_each=agree_on_deed)
 
     def _check_transforms(self, under: Sequence[str]) -> None:
         told = f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func ({', '.join(under)})"
@@ -224,7 +221,7 @@ class UnitTree:
                 f"{told}, whose tensors no collective can read; use autograd, with create_graph=True for higher "
                 "derivatives, or torch.autograd.forward_ad, or transform the model before it is sharded"
             )
-        if torch.is_grad_enabled() or not (self._has_trained or self._has_inferred):
+        if torch.is_grad_enabled() or not self.fingerprint.compares_at_end:
             raise FlatParamError(
                 f"{told}, for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a "
                 "first pass outside of any transform, or transform it before it is sharded"
@@ -233,7 +230,7 @@ class UnitTree:
     def _check_tracing(self) -> None:
         """An export may follow a pass that the ranks have compared; then it exchanges nothing of its own."""
         how = "torch.jit.trace()" if torch._C._is_tracing() else ""
-        if torch.compiler.is_exporting() and not self._has_begun:
+        if torch.compiler.is_exporting() and self.fingerprint.progress is Progress.NEW:
             how = "torch.export.export(), and is the first one"
         if how and self.root.topology.data_parallel_size > 1:
             raise FlatParamError(
@@ -244,17 +241,11 @@ class UnitTree:
 
     def _check_capture(self) -> None:
         self.streams = streams_of(device_of(self.units))
-        if self.streams.is_capturing and not (self._has_trained or self._has_inferred):
+        if self.streams.is_capturing and not self.fingerprint.compares_at_end:
             raise FlatParamError(
                 f"unit {self.root.name!r}: its first pass is being captured in a graph, but in the first pass the host "
                 "has to compare what the ranks do; run a few steps on a side stream before the capture"
             )
-
-    def _begin_on_stream(self) -> None:
-        stream = self.streams.current()
-        if self.last_forward is not None and stream != self.stream:
-            self.has_changed_stream = True
-        self.stream = stream
 
     def to_come(self, unit: Unit) -> Iterator[Unit]:
         """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
@@ -280,7 +271,6 @@ class UnitTree:
         if ended is None:
             return
         if ended.recorded:
-            self.calls_before = len(ended.ended)
             return
         # No backward pass follows.
         self._end_pooling()
@@ -289,7 +279,7 @@ class UnitTree:
             self.streams.wait_for_uploads()
         if not self.fingerprint.is_empty and not self.streams.is_capturing:
             self._compare(compare_inference(self.units, self.fingerprint))
-            self._has_inferred = True
+            self.fingerprint.advance(Progress.INFERRED)
 
     def _compare(self, comparison: Comparison | None) -> None:
         """Check the previous comparison; check this one in the next pass, or now on the CPU and in the first passes.
@@ -300,7 +290,7 @@ class UnitTree:
         """
         self.check_comparison()
         self.comparison = comparison
-        if not self.streams.runs_ahead or not (self._has_trained or self._has_inferred):
+        if not self.streams.runs_ahead or not self.fingerprint.compares_at_end:
             self.check_comparison()
 
     def _look_at_comparison(self) -> None:
@@ -322,17 +312,17 @@ class UnitTree:
         self.pool.keeps = False
         self.pool.clear()
 
-    def _differentiated(self) -> ForwardPass:
+    @property
+    def latest_forward(self) -> ForwardPass:
+        """The running forward pass, or the previous one: what a backward pass that begins now differentiates."""
         return self.forward or self.last_forward or ForwardPass()
 
     def _settle_leftovers(self) -> None:
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            elif unit.is_stale or not (self.keeps_unsharded or unit.showing.are_held) or unit.was_given_data:
-                # Every rank must decide alike, and does: all run the same program, which steps or does not.
-                unit.reshard()
-            else:
+            # Every rank must decide alike, and does: all run the same program, which steps or does not.
+            elif not free(unit, Moment.PASS_BEGINS, is_kept=self.keeps_unsharded):
                 unit.follow_training()
 
     def recover(self) -> None:

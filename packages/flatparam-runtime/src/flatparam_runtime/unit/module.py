@@ -66,11 +66,10 @@ class LeafWatch:
 
     def follow(self, stream: int) -> None:
         """Accumulate gradients on `stream`, the current one, once no graph holds the nodes of a different stream."""
-        if stream != self.stream:
-            # A leaf makes a new node once its old one is freed.
-            self.nodes.clear()
-            self.nodes.extend(map(accumulation_node, self.leaves))
-            self.stream = stream
+        # A leaf makes a new node once its old one is freed.
+        self.nodes.clear()
+        self.nodes.extend(map(accumulation_node, self.leaves))
+        self.stream = stream
 
     def hook(self, indices: Collection[int]) -> None:
         """Put a hook on the leaves `indices`, which reports their gradients from now on."""

@@ -277,12 +277,16 @@ class Unit:
         self.begin_unshard(full_precision=full_precision, copied=copied)
         self.finish_unshard()
 
-    def shed(self, *, full_precision: bool) -> None:
-        """Free full parameters whose dtype is not the requested one, unless something uses them."""
+    def shed(self, *, full_precision: bool, stale: bool = False) -> None:
+        """Free full parameters whose dtype is not the requested one, unless something uses them.
+
+        Args:
+            stale: free those that have become stale, too.
+        """
         if self._gather is None:
             return
         fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
-        if not fit and not self.is_needed:
+        if (not fit or (stale and self.is_stale)) and not self.is_needed:
             self.reshard()
 
     def hold(self) -> None:
@@ -291,9 +295,7 @@ class Unit:
         Full parameters that have become stale, or have a different dtype than a forward call would give them, go first.
         """
         full_precision = self.computes_in_full_precision
-        self.shed(full_precision=full_precision)
-        if self.is_stale and not self.is_needed:
-            self.reshard()
+        self.shed(full_precision=full_precision, stale=True)
         self.begin_unshard(full_precision=full_precision)
         self.showing.hold(bool(self.handles))
 

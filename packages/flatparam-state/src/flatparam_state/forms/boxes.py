@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from flatparam_files import Box, row_major_boxes
-from flatparam_runtime import ParamSpec, Span
+from flatparam_runtime import Box, ParamSpec, Span
 
-__all__ = ["Box", "boxes_of", "cut"]
+__all__ = ["boxes_of", "cut"]
 
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
@@ -19,10 +18,7 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
     """
     order = _dims_by_stride(spec)
     shape = [spec.shape[dim] for dim in order]
-    return tuple(
-        Box(_permuted(order, box.offsets), _permuted(order, box.sizes))
-        for box in row_major_boxes(shape, span)
-    )
+    return tuple(Box(_permuted(order, box.offsets), _permuted(order, box.sizes)) for box in span.boxes(shape))
 
 
 def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[torch.Tensor]:

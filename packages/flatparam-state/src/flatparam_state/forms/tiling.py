@@ -9,8 +9,8 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_runtime import Collectives, FlatParamError, ParamSpec, Span, process_group_of
-from flatparam_state.forms.boxes import Box, boxes_of
+from flatparam_runtime import Box, Collectives, FlatParamError, ParamSpec, Span, process_group_of
+from flatparam_state.forms.boxes import boxes_of
 
 __all__ = ["Gathers", "Started", "Tiling", "gathered", "is_sharded_tensor", "ranks_in"]
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from flatparam import __version__
 from flatparam.addons import commands, load
-from flatparam_files.command import STATUS, Parser, add_command
 
 __all__ = ["parser"]
 
@@ -48,13 +47,19 @@ class _Lacking(argparse.Action):
         parser.exit(2, f"{parser.prog}: error: {self.dest}\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; what it returns has a function `run` that takes it."""
-    top: argparse.ArgumentParser = Parser(prog="flatparam", description="Tools of the flatparam library.")
+def parser(shared: Any) -> argparse.ArgumentParser:
+    """The parser of the whole command line; what it returns has a function `run` that takes it.
+
+    Args:
+        shared: what commands share, the module `flatparam_files.command`.
+    """
+    top: argparse.ArgumentParser = shared.Parser(
+        prog="flatparam", description="Tools of the flatparam library."
+    )
     top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     _add_those_of_addons(groups)
-    _add_trace(groups)
+    _add_trace(groups, shared)
     return top
 
 
@@ -72,7 +77,7 @@ def _add_those_of_addons(groups: argparse._SubParsersAction[argparse.ArgumentPar
             add(groups)
 
 
-def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser], shared: Any) -> None:
     """Add `trace`, with its commands."""
     text = "record, draw and compare traces: of runs (flatparam.trace) and of plans (flatparam plan --trace)"
     added = groups.add_parser(
@@ -81,7 +86,7 @@ def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         usage="flatparam trace [-h] COMMAND ...\n       flatparam trace --out FOLDER [--] SCRIPT ...\n"
         "       flatparam trace --out FOLDER -m MODULE ...",
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=_TRACE_EXAMPLES + STATUS,
+        epilog=_TRACE_EXAMPLES + shared.STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     added.add_argument(
@@ -90,11 +95,13 @@ def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     # By default it would be the whole usage above.
     commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
     module = "flatparam.command.tracing"
-    draw = add_command(
+    draw = shared.add_command(
         commands, "draw", "draw the traces of one or more ranks as one SVG picture", module, "draw"
     )
     draw.add_argument("picture", metavar="SVG", type=Path, help="the picture to write")
     draw.add_argument("traces", metavar="TRACE", type=Path, nargs="+", help="a trace")
-    diff = add_command(commands, "diff", "show where two traces differ, in calls and in time", module, "diff")
+    diff = shared.add_command(
+        commands, "diff", "show where two traces differ, in calls and in time", module, "diff"
+    )
     diff.add_argument("first", metavar="A", type=Path, help="a trace")
     diff.add_argument("second", metavar="B", type=Path, help="another")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from flatparam.addons import load
 from flatparam.command.arguments import parser
-from flatparam_files.command import run
 
 __all__ = ["main"]
 
@@ -32,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given[1:2] = given[1].split("=", 1)
     if given[:2] == ["trace", "--out"] and len(given) > 3:
         return _run_program(given[3:], traces=given[2])
-    return run(parser().parse_args(given))
+    try:
+        shared = load("flatparam_files.command")
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"flatparam: error: {error}\n")
+        return 2
+    status: int = shared.run(parser(shared).parse_args(given))
+    return status
 
 
 def _run_program(arguments: Sequence[str], *, traces: str | None = None) -> int:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flatparam.addons import load
 from flatparam.observing.picture import Picture
 from flatparam.observing.table import columns, shown_seconds
-from flatparam_files.command import ArgumentsError, say
 
 __all__ = ["diff", "draw"]
+
+_SHARED = load("flatparam_files.command")
 
 
 def draw(chosen: argparse.Namespace) -> int:
     """Write one picture of all traces; a file that is there stays."""
     if chosen.picture.suffix.lower() != ".svg":
-        raise ArgumentsError(
+        raise _SHARED.ArgumentsError(
             f"{chosen.picture}: expected the name of the picture first, one that ends in .svg"
         )
     if chosen.picture.exists():
-        raise ArgumentsError(f"{chosen.picture} is there already: choose a different name, or delete it")
+        raise _SHARED.ArgumentsError(
+            f"{chosen.picture} is there already: choose a different name, or delete it"
+        )
     pictures = [_read(path) for path in chosen.traces]
     whole = pictures[0] if len(pictures) == 1 else Picture.together(pictures)
     chosen.picture.write_text(whole.svg(), encoding="utf-8")
@@ -42,7 +46,7 @@ def diff(chosen: argparse.Namespace) -> int:
         rows.append([f"{lane}: {name}", shown_seconds(seconds), shown_seconds(other_seconds), factor, told])
     rows.append(["the whole", shown_seconds(first.length), shown_seconds(second.length), "", ""])
     for line in columns(rows):
-        say(line)
+        _SHARED.say(line)
     return 1 if differs else 0
 
 
@@ -50,4 +54,4 @@ def _read(path: Path) -> Picture:
     try:
         return Picture.read(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ArgumentsError(f"{path}: {error}") from error
+        raise _SHARED.ArgumentsError(f"{path}: {error}") from error

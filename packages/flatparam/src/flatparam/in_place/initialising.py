@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from flatparam.resolving import Ignored
-from flatparam.sharding.deferred_init import ValuesLater
 from flatparam.sharding.placement import own_modules
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit, summon_full_params, unit_of, units_in
+from flatparam_state.values_later import ValuesLater
 
 __all__ = ["buffers_to_come", "initialisers_of", "make_on_device"]
 

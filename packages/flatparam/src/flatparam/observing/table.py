@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatparam_files.command import scaled, shown_nbytes
+from flatparam.addons import load
 
 __all__ = ["columns", "shown_flops", "shown_nbytes", "shown_seconds"]
 
@@ -22,11 +22,20 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+def shown_nbytes(nbytes: float) -> str:
+    """A number of bytes: `1.23 GB`."""
+    return str(load("flatparam_files.command").shown_nbytes(nbytes))
+
+
 def shown_flops(flops: float) -> str:
     """A number of floating-point operations: `1.23 TFLOP`."""
-    return scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+    return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def shown_seconds(seconds: float) -> str:
     """A time: `1.23 ms`."""
-    return scaled(seconds * 1e6, ("µs", "ms", "s")) if seconds < 100 else f"{seconds:,.0f} s"
+    return _scaled(seconds * 1e6, ("µs", "ms", "s")) if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    return str(load("flatparam_files.command").scaled(value, units))

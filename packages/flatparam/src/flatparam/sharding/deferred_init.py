@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, final
 
 import attrs
@@ -16,42 +16,9 @@ from flatparam.sharding.placement import broadcast_from_first
 from flatparam_comm import Topology
 from flatparam_core import BoundParameter, discover
 from flatparam_runtime import Initialise, unit_of
+from flatparam_state.values_later import ValuesLater
 
-__all__ = ["ValuesLater", "initialiser", "is_deferred"]
-
-
-@final
-@attrs.frozen(eq=False)
-class ValuesLater:
-    """A `param_init_fn` for tensors whose values come later: of parameters, once they are sharded.
-
-    No memory is made for full parameters; buffers stay on the meta device.
-    """
-
-    _known: frozenset[int]
-    """The identities of these parameters and buffers."""
-    _kept: Sequence[Tensor]
-    """The tensors themselves, so that the identities stay theirs."""
-    function: Callable[[nn.Module], None] | None = None
-    """Gives values to modules that have others on the meta device; by default their `reset_parameters()` does."""
-
-    def __call__(self, module: nn.Module) -> None:
-        """Refuse: whoever knows this class asks for `function`.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("ValuesLater gives no values by itself")
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._known
-
-    @classmethod
-    def of(
-        cls, tensors: Sequence[Tensor], function: Callable[[nn.Module], None] | None = None
-    ) -> ValuesLater:
-        """Leave out these tensors."""
-        return cls(frozenset(map(id, tensors)), tensors, function)
+__all__ = ["initialiser", "is_deferred"]
 
 
 def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:

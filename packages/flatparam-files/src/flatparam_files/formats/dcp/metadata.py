@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_files.boxes import Box
+from flatparam_core import Box
 from flatparam_files.disk import MAX_DIMS, ByteFile, TensorInfo
 from flatparam_files.formats.damage import damage_named
 from flatparam_files.formats.pickles import AdmittedNames, InertObject, read_pickle

@@ -9,8 +9,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_core import Span
-from flatparam_files.boxes import Box
+from flatparam_core import Box, Span
 from flatparam_files.disk import AnyPath, CheckpointError, TensorInfo
 from flatparam_files.formats.dcp.metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
 from flatparam_files.formats.stored import (

@@ -10,8 +10,7 @@ from typing import Any, Final, final
 import attrs
 from torch import Tensor
 
-from flatparam_core import Span
-from flatparam_files.boxes import Box
+from flatparam_core import Box, Span
 from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
 from flatparam_files.formats.dcp.metadata import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new

@@ -13,8 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_core import Span, Threshold
-from flatparam_files.boxes import Box, row_major_boxes
+from flatparam_core import Box, Span, Threshold
 from flatparam_files.disk import ByteFile, CheckpointError, TensorInfo, chunk_spans, tensor_of
 
 __all__ = ["Storage", "Stored", "StridedTensor", "read_boxes", "row_major"]
@@ -90,7 +89,7 @@ def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], objec
     for piece in chunk_spans(span, info.dtype.itemsize):
         chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
         at = 0
-        for box in row_major_boxes(info.shape, piece):
+        for box in piece.boxes(info.shape):
             fill(box, chunk[at : at + box.numel].view(box.sizes))
             at += box.numel
         yield chunk

@@ -1,0 +1,155 @@
+"""The extra state of a module may be whatever a checkpoint can hold, a tensor too, and comes back as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from flatparam_checkpoint import Checkpointer
+from flatparam_comm import Collectives, Topology
+from flatparam_comm.testing import run_threads
+from flatparam_files import CheckpointError, open_source, write_checkpoint
+from flatparam_files.formats import write_torch_file
+from flatparam_runtime import UnitPlan, shard_module
+
+from .small import ALONE
+
+STATES: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(3.0),
+    "number": lambda: torch.tensor(2),
+    "empty": lambda: torch.empty(0, 4),
+    "bfloat16": lambda: torch.full((2, 2), 1.5, dtype=torch.bfloat16),
+    "strided": lambda: torch.arange(6).view(2, 3).t(),
+    "array": lambda: numpy.arange(4),
+    "none": lambda: None,
+    "bytes": lambda: b"\0a",
+    "text": lambda: "a",
+    "integer": lambda: 7,
+    "float": lambda: math.inf,
+    "list": lambda: [torch.ones(1), 2, None],
+    "tuple": lambda: (1, torch.ones(2)),
+    "nothing in it": lambda: {},
+    "numbered": lambda: {1: torch.ones(2), 2: "b"},
+    "nested": lambda: {
+        "scale": torch.arange(2),
+        "none": None,
+        "bytes": b"xy",
+        "array": numpy.arange(3),
+        "deep": {"list": [torch.ones(2), 1.5, (None, torch.zeros(1))]},
+    },
+}
+
+
+class Scaled(nn.Linear):
+    """A layer with an extra state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(4, 4)
+        self.kept = {"state": state}
+
+    def get_extra_state(self) -> Any:
+        return self.kept["state"]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept["state"] = state
+
+
+def build(world: Collectives, make: Callable[[], Any], *, use_orig_params: bool) -> nn.Module:
+    """Three of them: the unit itself, one inside of a unit, and one outside of all units."""
+    model = nn.Sequential(Scaled(make()), nn.Sequential(Scaled(make()), nn.Tanh()), Scaled(make()))
+    plan = UnitPlan(
+        Topology(world),
+        free_after_forward=True,
+        free_after_unsynced_backward=True,
+        use_orig_params=use_orig_params,
+    )
+    shard_module(model[0], plan)
+    shard_module(model[1], plan)
+    return model
+
+
+def states(model: nn.Module) -> list[Any]:
+    return [module.get_extra_state() for module in model.modules() if isinstance(module, Scaled)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Assert equal types and values."""
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, numpy.ndarray):
+        assert found.dtype == expected.dtype
+        assert (found == expected).all()
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("what", STATES)
+def test_an_extra_state(what: str, use_orig_params: bool, tmp_path: Path) -> None:
+    """What `save` took, `load` gives to each module, at the same and at a different world size."""
+
+    def save(world: Collectives) -> None:
+        model = build(world, STATES[what], use_orig_params=use_orig_params)
+        with Checkpointer(tmp_path, model, ranks=world) as checkpointer:
+            checkpointer.save(1)
+
+    def load(world: Collectives) -> list[Any]:
+        model = build(world, lambda: "before", use_orig_params=use_orig_params)
+        loaded = Checkpointer(tmp_path, model, ranks=world).load()
+        assert loaded is not None
+        assert not loaded.missing
+        assert not loaded.unexpected
+        return states(model)
+
+    run_threads(2, save)
+    for size in (2, 3):
+        for found in run_threads(size, load):
+            assert_same(found, [STATES[what]()] * 3)
+
+
+@pytest.mark.parametrize("through", ["flatparam", "torch"])
+@pytest.mark.parametrize("what", ["tensor", "none", "bytes", "list", "tuple", "number"])
+def test_an_extra_state_is_converted(what: str, through: str, tmp_path: Path) -> None:
+    """A checkpoint that was made of ours, or of the file of torch that was made of it, has it too."""
+    model = nn.Sequential(Scaled(STATES[what]()))
+    with Checkpointer(tmp_path / "run", model, ranks=ALONE) as checkpointer:
+        checkpointer.save(1)
+    source = open_source(tmp_path / "run")
+    if through == "torch":
+        write_torch_file(source, tmp_path / "file.pt")
+        source = open_source(tmp_path / "file.pt")
+    write_checkpoint(source, tmp_path / "new")
+    other = nn.Sequential(Scaled("before"))
+    Checkpointer(tmp_path / "new", other, ranks=ALONE).load()
+    expected = STATES[what]()
+    # A tuple with tensors is a list in torch's file.
+    assert_same(states(other), [list(expected) if through == "torch" and what == "tuple" else expected])
+
+
+def test_an_extra_state_that_the_model_lacks(tmp_path: Path) -> None:
+    """It is named like any other: refused, or with `strict=False` told."""
+    with Checkpointer(tmp_path, nn.Sequential(Scaled(torch.ones(2))), ranks=ALONE) as checkpointer:
+        checkpointer.save(1)
+    other = Checkpointer(tmp_path, nn.Sequential(nn.Linear(4, 4)), ranks=ALONE)
+    with pytest.raises(CheckpointError, match="the model lacks '0._extra_state'"):
+        other.load()
+    loaded = other.load(strict=False)
+    assert loaded is not None
+    assert loaded.unexpected == ("0._extra_state",)

@@ -1,1 +1,0 @@
-"""A world whose ranks are processes that are forked or spawned."""

@@ -1,0 +1,113 @@
+"""The moments at which full parameters may be freed, and the one function that decides whether they are."""
+
+from __future__ import annotations
+
+import enum
+
+from flatparam_comm import Residency
+from flatparam_runtime.passes.order import ForwardPass
+from flatparam_runtime.unit import ForwardCall, Phase, Unit
+
+__all__ = ["Moment", "free", "may_free"]
+
+
+class Moment(enum.Enum):
+    """A moment of a pass at which a unit's full parameters may go."""
+
+    PASS_BEGINS = "a forward pass begins"
+    CALL_ENDED = "a forward call of the unit is over"
+    READER_ENDED = "a forward call of a unit that borrows from it is over"
+    LOAN_ENDED = "a forward call has read a parameter of it, and nobody uses that"
+    FORWARD_ENDED = "a forward pass is over"
+    COMPLETE = "the unit is complete in a backward pass, or autograd has computed every gradient"
+
+
+def may_free(
+    unit: Unit,
+    moment: Moment,
+    call: ForwardCall | None = None,
+    *,
+    around: ForwardPass | None = None,
+    in_backward: bool = False,
+    is_next: bool = False,
+    is_kept: bool = False,
+) -> bool:
+    """Return whether the full parameters of `unit` may go.
+
+    | moment | they stay | because |
+    | --- | --- | --- |
+    | PASS_BEGINS | if a caller holds them, or the last backward pass was not synchronised (`is_kept`) and nobody has \
+changed the shards since | this pass uses them |
+    | CALL_ENDED | in a backward pass (`in_backward`) | a recomputation's gradients come at once |
+    | | if the call was recorded, and the unit is expected to be first in backward (`is_next`) | it would be gathered \
+again at once |
+    | | if another call or a context uses them, or the call has returned one, unless the call failed | who called \
+computes with it |
+    | | if the call was recorded, and its outputs hide their tensors, unless it failed | no hook would gather again |
+    | | if the plan keeps them after a forward call, or those of the outermost unit after a recorded one, unless the \
+call failed, or nothing recorded is around a call that was not | a backward pass follows |
+    | READER_ENDED | if another call or a context uses them, or the unit is in a phase of its own, or the call has \
+returned one | |
+    | | if the plan keeps them, or the outputs hide their tensors, unless the pass is not recorded | a backward pass \
+follows |
+    | LOAN_ENDED | if another call or a context uses them, or the unit is in a phase of its own, or the plan says so | |
+    | FORWARD_ENDED | unless they were gathered in vain: nothing has used them, and nobody holds them | |
+    | COMPLETE | if a unit that borrows them is active (`is_kept`) | |
+    | | if gradients are not synchronised, and the plan keeps them then | the next pass uses them |
+
+    Args:
+        call: the forward call that is over.
+        around: the forward pass around it.
+    """
+    plan = unit.plan
+    if moment is Moment.COMPLETE:
+        return not is_kept and (unit.reducer.synchronises or plan.free_after_unsynced_backward)
+    if moment is Moment.PASS_BEGINS:
+        return unit.is_stale or not (is_kept or unit.showing.are_held) or unit.was_given_data
+    if moment is Moment.FORWARD_ENDED:
+        is_idle = unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE
+        return is_idle and not unit.showing.are_held
+    if moment is Moment.LOAN_ENDED:
+        return plan.free_after_forward and unit.phase is Phase.IDLE and not unit.is_needed
+    assert call is not None, "the other moments are those after a call"
+    if moment is Moment.READER_ENDED:
+        if unit in call.returned or unit.phase is not Phase.IDLE or unit.is_needed:
+            return False
+        is_inference = around is not None and not around.recorded
+        return is_inference or (plan.free_after_forward and (call.watched or not call.recorded))
+    if in_backward or (call.recorded and is_next):
+        return False
+    if call.failed:
+        return True
+    if unit.is_needed or unit in call.returned:
+        return False
+    if not call.recorded:
+        # In a recorded pass the call is a reentrant checkpoint, whose recomputation needs the parameters again.
+        return plan.free_after_forward or call.is_top or around is None or not around.recorded
+    if not call.watched and (unit.trainable or call.inputs):
+        return False
+    return plan.free_after_forward and not (call.is_top and plan.keeps_outermost)
+
+
+def free(
+    unit: Unit,
+    moment: Moment,
+    call: ForwardCall | None = None,
+    *,
+    around: ForwardPass | None = None,
+    in_backward: bool = False,
+    is_next: bool = False,
+    is_kept: bool = False,
+    is_computed: bool = False,
+) -> bool:
+    """Free the full parameters of `unit` if they may go; arguments as `may_free` and `Unit.reshard`.
+
+    Returns:
+        Whether they may.
+    """
+    may = may_free(
+        unit, moment, call, around=around, in_backward=in_backward, is_next=is_next, is_kept=is_kept
+    )
+    if may:
+        unit.reshard(is_computed=is_computed)
+    return may

@@ -1,0 +1,124 @@
+"""The program of each process of `run_processes`: join the group, run the function, report, leave."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from flatparam_comm import CollectiveError, ProcessGroupCollectives
+from flatparam_comm.errors import cause_among
+from flatparam_comm.guarding import tell_failure
+from flatparam_simdev.worlds.function import FunctionReference
+
+__all__ = ["STACKS_SIGNAL", "ChildPlan", "Report", "run_child"]
+
+#: A child that gets this signal writes down its stacks, even inside a collective.
+STACKS_SIGNAL: Final = signal.SIGUSR1
+
+
+@attrs.frozen
+class ChildPlan:
+    """The instructions for a child. `payload` holds the pickled arguments, `directory` is the world's own.
+
+    `pg_timeout` is in seconds.
+    """
+
+    rank: int
+    world_size: int
+    function: FunctionReference
+    payload: bytes
+    directory: str
+    pg_timeout: float
+
+    @property
+    def stacks(self) -> Path:
+        """The file that the child writes its stacks to whenever it gets `STACKS_SIGNAL`."""
+        return Path(self.directory, f"stacks-{self.rank}.txt")
+
+
+@attrs.frozen
+class Report:
+    """The report of a child before it ends: the pickled result, or its error.
+
+    `is_consequence` says that a collective failed, mostly because another rank failed first.
+    """
+
+    result: bytes | None = None
+    error: str = ""
+    traceback: str = ""
+    is_consequence: bool = False
+
+
+def run_child(plan: ChildPlan, connection: Connection) -> None:
+    """Run as rank `plan.rank`, and send one `Report`."""
+    with plan.stacks.open("w") as stacks:
+        faulthandler.register(STACKS_SIGNAL, file=stacks)
+        try:
+            result = pickle.dumps(_run(plan))
+        except BaseException as error:
+            tell_failure(error, is_final=True)
+            connection.send(_report(error))
+            # Not through destroy_process_group or interpreter exit: both may wait for ranks that wait for this one.
+            os._exit(1)
+        connection.send(Report(result))
+        _leave()
+        faulthandler.unregister(STACKS_SIGNAL)
+
+
+def _run(plan: ChildPlan) -> Any:
+    torch.set_num_threads(1)
+    fn: Callable[..., Any] = plan.function.resolve()
+    args: tuple[Any, ...] = pickle.loads(plan.payload)
+    _join(plan)
+    return fn(ProcessGroupCollectives(), *args)
+
+
+def _join(plan: ChildPlan) -> None:
+    """Make the default group, and return when every rank has made it.
+
+    A rank whose function ends the group at once would otherwise close connections that another rank is still making. If
+    the group cannot be made, mostly another rank is to blame, which has joined, failed and left.
+    """
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=Path(plan.directory, "store").as_uri(),
+            rank=plan.rank,
+            world_size=plan.world_size,
+            timeout=timedelta(seconds=plan.pg_timeout),
+        )
+        dist.barrier()
+    except RuntimeError as error:
+        raise CollectiveError(plan.rank, "init_process_group", "", str(error)) from error
+
+
+def _leave() -> None:
+    """Leave the group together: if a rank is gone while another is still sending, the sender fails."""
+    try:
+        dist.barrier()
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError):
+        # The result is delivered. If another rank failed, its own report says so; if `fn` has destroyed the group
+        # itself, there is nothing to leave.
+        pass
+
+
+def _report(error: BaseException) -> Report:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Report(None, f"{type(error).__name__}: {error}", text, _is_consequence(error))
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return cause_among(error, CollectiveError, dist.DistError) is not None

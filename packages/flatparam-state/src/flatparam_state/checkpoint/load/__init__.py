@@ -1,9 +1,0 @@
-"""Loading: what this rank needs is read and verified first, and installed once all ranks have agreed."""
-
-from flatparam_state.checkpoint.load.loaded import Loaded
-from flatparam_state.checkpoint.load.session import load_checkpoint
-
-__all__ = [
-    "Loaded",
-    "load_checkpoint",
-]

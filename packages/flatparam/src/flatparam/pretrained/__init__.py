@@ -1,1 +1,0 @@
-"""Models that begin with the weights of somebody else."""
