@@ -261,6 +261,8 @@ TWINS = (
     "packages/flatparam-state/tests",
     "packages/flatparam/tests",
     "--ignore=packages/flatparam/tests/command",
+    "packages/flatparam-clients/tests",
+    "--ignore=packages/flatparam-clients/tests/test_run.py",
     "packages/flatparam-optim/tests",
     "packages/flatparam-checkpoint/tests/test_averages.py",
     "packages/flatparam-checkpoint/tests/test_optimizer_holes.py",

@@ -13,6 +13,7 @@ _RUNTIME: Final = "packages/flatparam-runtime/tests"
 _STATE: Final = "packages/flatparam-state/tests"
 _LIFTED: Final = "integration_tests/lifted"
 _PUBLISH: Final = "packages/flatparam-publish/tests"
+_CLIENTS: Final = "packages/flatparam-clients/tests"
 _INTERFACE: Final = "packages/flatparam/tests"
 
 _GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
@@ -102,7 +103,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_RUNTIME}/optimizers/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
         "integration_tests/matrices/test_muon.py::test_half_precision_is_exact": _HALF,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
-        f"{_INTERFACE}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_offloading.py::test_the_bytes_that_are_freed": _STAYS,
         f"{_INTERFACE}/test_offloading.py::test_host_memory_of_a_host": _STAYS,
         f"{_INTERFACE}/test_offloading.py::test_between_forward_and_backward": _STAYS,
@@ -116,20 +117,20 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_STATE}/test_memory.py::test_loading_a_model_allocates_nothing": (
             "values that lie on the host come through memory of the device"
         ),
-        f"{_INTERFACE}/test_clients_inside.py::test_the_upcast_of_mixed_precision": _CPU_BY_NAME,
+        f"{_CLIENTS}/test_clients_inside.py::test_the_upcast_of_mixed_precision": _CPU_BY_NAME,
         f"{_INTERFACE}/test_fully_shard.py::test_unshard_and_reshard": _BY_HAND,
         f"{_INTERFACE}/test_fully_shard.py::test_policies_of_torch": "memory that is not pinned is refused there",
         f"{_INTERFACE}/test_fully_shard.py::test_values_after_sharding_on_the_meta_device": _CPU_BY_NAME,
-        f"{_INTERFACE}/test_private_names.py::test_a_flat_parameter_that_is_cast": _FSDP1_ON_CPU,
-        f"{_INTERFACE}/test_private_names.py::test_the_facts_of_a_flat_parameter_are_torchs": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_private_names.py::test_a_flat_parameter_that_is_cast": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_private_names.py::test_the_facts_of_a_flat_parameter_are_torchs": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_placement.py::test_without_sync_module_states_each_rank_keeps_its_own_values": _BY_HAND,
-        f"{_INTERFACE}/test_private_names.py::test_the_length_of_a_shard": _BY_HAND,
+        f"{_CLIENTS}/test_private_names.py::test_the_length_of_a_shard": _BY_HAND,
         f"{_INTERFACE}/test_wrapper_tensors.py::test_training_on_top_of_it": _BY_HAND,
         f"{_INTERFACE}/test_placement.py::test_ways_to_name_the_cpu": "it is about the CPU",
         f"{_INTERFACE}/test_policies.py::test_a_policy_function_is_asked_with_torchs_arguments": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps_beside_ignored_ones": _FSDP1_ON_CPU,
-        f"{_INTERFACE}/test_private_names.py::test_how_far_ahead_units_are_gathered": _GATHERS_AHEAD,
+        f"{_CLIENTS}/test_private_names.py::test_how_far_ahead_units_are_gathered": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_resolving.py::test_forward_prefetch": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_resolving.py::test_no_prefetch": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_state_dict.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,

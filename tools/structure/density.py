@@ -99,13 +99,18 @@ def _public_names(house: House) -> Mapping[str, set[str]]:
 
 
 def _messages(house: House) -> Iterator[str]:
-    """Yield the texts of the errors that are raised, as far as they are written where they are raised."""
+    """Yield the texts of the errors that are raised, if they are written where they are raised, and say all there."""
     for module in house.modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                text = _text(node.exc.args[-1])
-                if text is not None:
+            call = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(call, ast.Call) and call.args and ast.unparse(call.func).endswith("Error"):
+                text = _text(call.args[-1])
+                if text is not None and not _SAYS_IT_ELSEWHERE.fullmatch(text):
                     yield text
+
+
+#: A message that only joins others.
+_SAYS_IT_ELSEWHERE: Final = re.compile(r"(rank )?\.\.\.(: (damaged: )?\.\.\.)+|\.*step\(\): \.\.\.")
 
 
 def _text(node: ast.expr) -> str | None:
