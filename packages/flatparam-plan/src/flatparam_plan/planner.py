@@ -1,22 +1,26 @@
-"""From a program to its plan: the rehearsal, and what is read from it."""
+"""From programs to their plans: one in one setup, by a rehearsal, and one in many, from few of its blocks."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
+import attrs
 from torch import Tensor, nn
 
 from flatparam_comm import sent_nbytes
+from flatparam_plan.hardware import Profile
+from flatparam_plan.named_units import Outline, outline_of
 from flatparam_plan.rehearsal import Rehearsal, UnitFacts, rehearse
+from flatparam_plan.repeated import Template, rehearse_repeated
 from flatparam_plan.report import Peak, Plan, UnitCosts
 from flatparam_plan.training import Call, Inputs, Setup, TrainingProgram
 
 if TYPE_CHECKING:
     from flatparam_plan.timeline import Prediction
 
-__all__ = ["plan", "plan_from", "plan_of", "plans_of"]
+__all__ = ["plan", "plan_from", "plan_of", "plans_of", "Planner"]
 
 _NAMES = {
     "forward": "activations",
@@ -212,3 +216,40 @@ def _links(found: Rehearsal, start: int, stop: int) -> dict[str, int]:
         across += sent * leaving // len(here)
         within += sent - sent * leaving // len(here)
     return {"within it": within, "to other hosts": across}
+
+
+# Plans of one program in many setups, from few of its blocks if they repeat
+
+
+@final
+@attrs.define(eq=False)
+class Planner:
+    """Makes plans of a program on some hardware."""
+
+    program: TrainingProgram
+    profile: Profile
+    template: Template | None = None
+    """The model on the meta device, if that is where the program makes it."""
+    has_planned: Callable[[], None] = attrs.field(default=lambda: None, init=False)
+    """Is called after each plan, which stays."""
+
+    def begin(self) -> Outline:
+        """The modules of the program's model. If their blocks repeat, few of them are rehearsed from now on."""
+        outline, model = outline_of(self.program)
+        self.template = None if model is None else Template(model)
+        return outline
+
+    def plan(self, setup: Setup) -> Plan:
+        """The plan of the program, from few of its blocks if they repeat."""
+        found = None
+        if self.template is not None:
+            found = rehearse_repeated(self.program, self.template, setup)
+        if found is None:
+            found = rehearse(self.program, setup)
+        plan = plan_from(found, profile=self.profile)
+        self.has_planned()
+        return plan
+
+    def whole(self, setup: Setup) -> Plan:
+        """The plan of the program, from all of its blocks."""
+        return plan_from(rehearse(self.program, setup), profile=self.profile)

@@ -1,25 +1,89 @@
-"""Models of the library transformers, made of a configuration."""
+"""The model that the arguments of `flatparam plan` name: from a function, or from a configuration of transformers."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import importlib.util
+import inspect
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
+import torch
 from torch import nn
 
 from flatparam_files.command import ArgumentsError
+from flatparam_plan.training import TrainingProgram
 
-__all__ = ["model_of_class", "model_of_config", "stored_dtype"]
+__all__ = ["program_of"]
+
+_NOT_AS_STORED: Final = (
+    "planned with parameters and optimizer's states in float32, which one trains, and not in {dtype} as in {path}; "
+    "--arg dtype={dtype} plans that"
+)
+
+
+def program_of(chosen: argparse.Namespace) -> TrainingProgram:
+    """The program that the arguments name."""
+    sys.path.insert(0, os.getcwd())
+    arguments = dict(chosen.arg)
+    build = functools.partial(_on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, arguments)))
+    inputs = None if chosen.inputs is None else _function_named(chosen.inputs)
+    program = TrainingProgram.of(build, inputs, batch=chosen.batch, sequence=chosen.sequence)
+    dtype = _stored_dtype(chosen.model, arguments) if chosen.model.endswith(".json") else None
+    notes = () if dtype is None else (_NOT_AS_STORED.format(dtype=dtype, path=chosen.model),)
+    return attrs.evolve(program, keeps_cache=bool(arguments.get("use_cache")), notes=notes)
+
+
+def _on(cpu: bool) -> Callable[[Callable[[], nn.Module]], nn.Module]:
+    def make(function: Callable[[], nn.Module]) -> nn.Module:
+        with torch.device("cpu" if cpu else "meta"):
+            return function()
+
+    return make
+
+
+def _telling(model: str, function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The function, whose errors say which model could not be made."""
+
+    def make() -> nn.Module:
+        try:
+            made = function()
+        except Exception as error:
+            raise ArgumentsError(
+                f"expected {model} to make a model of these arguments, found that it raises {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        if not isinstance(made, nn.Module):
+            raise ArgumentsError(f"expected {model} to make a torch.nn.Module, found {type(made).__name__}")
+        return made
+
+    return make
+
+
+def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+    """The function that makes the model."""
+    if model.endswith(".json"):
+        return _model_of_config(model, arguments)
+    if ":" in model:
+        return _function_with(model, arguments)
+    return _model_of_class(model, arguments)
+
+
+# Models of the library transformers, made of a configuration
+
 
 _DTYPES: Final = ("dtype", "torch_dtype")
 """The keys of a configuration under which the dtype of its parameters is, in files of later and earlier versions."""
 
 
-def model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+def _model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """The function that makes a model of a `config.json`, with `arguments` in place of what it says.
 
     Parameters are float32, whatever the dtype of the files that the configuration came with, unless `arguments` have a
@@ -45,7 +109,7 @@ def model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Mod
     return _of_transformers(kind, {**_without_dtypes(read), **arguments}, is_class=False)
 
 
-def stored_dtype(path: str, arguments: dict[str, Any]) -> str | None:
+def _stored_dtype(path: str, arguments: dict[str, Any]) -> str | None:
     """The dtype that a `config.json` gives parameters, if that is not float32 and `arguments` do not ask for any."""
     if any(name in arguments for name in _DTYPES):
         return None
@@ -67,7 +131,7 @@ def _without_dtypes(read: Any) -> Any:
     return {name: _without_dtypes(value) for name, value in read.items() if name not in _DTYPES}
 
 
-def model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+def _model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     """The function that makes a model of a class of configurations, such as LlamaConfig, and its arguments.
 
     Raises:
@@ -106,3 +170,38 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
         return made
 
     return make
+
+
+# Functions that the arguments of `flatparam plan` name as `MODULE:FUNCTION`
+
+
+def _function_named(name: str) -> Callable[..., Any]:
+    """The function of this name; its module is imported.
+
+    Raises:
+        ArgumentsError: if it cannot be.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentsError(
+            f"expected MODULE:FUNCTION that can be imported, found {name!r}: {error}"
+        ) from error
+    return found
+
+
+def _function_with(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """The function of this name, to be called with `arguments`.
+
+    Raises:
+        ArgumentsError: if it does not take them, or cannot be imported.
+    """
+    make = _function_named(name)
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise ArgumentsError(
+            f"expected --arg for each argument that {name} needs, and for no others, found something else: {error}"
+        ) from error
+    return functools.partial(make, **arguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import Collectives, Pending, ReduceOp, SingleCollectives, Topology
-from flatparam_plan.errors import PlanError
+from flatparam_plan.plan_error import PlanError
 
 __all__ = ["TRANSPORTS", "Call", "LoneRank", "LoneRankOfParts", "lone_topology"]
 
@@ -163,7 +163,7 @@ class LoneRankOfParts(LoneRank):
     """A lone rank whose transport takes gradients from where autograd left them, as shared memory does."""
 
     def reduce_scatter_parts(self, output: Tensor, full: Any, *, label: str = "") -> Pending:
-        """See `flatparam_comm.TakesParts`: copy this rank's slice of `full` to `output`."""
+        """Copy this rank's slice of `full` to `output`."""
         pending = self._issue("reduce_scatter", label, full)
         with torch.no_grad():
             full.fill(self.rank * output.numel(), output.detach())

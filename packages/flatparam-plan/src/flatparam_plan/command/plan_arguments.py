@@ -1,13 +1,13 @@
-"""The arguments of `flatparam plan`. Nothing here imports torch, so that help comes at once."""
+"""The arguments of `flatparam plan`, and their values. Nothing here imports torch, so that help comes at once."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flatparam_files.command import DTYPES, STATUS, dtype_name, natural, nbytes_of
-from flatparam_plan.command.values import named_value, norm, positive, worlds
 
 __all__ = ["add"]
 
@@ -46,7 +46,7 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     added.add_argument(
         "--arg",
-        type=named_value,
+        type=_named_value,
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -68,11 +68,11 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _add_step(added: argparse.ArgumentParser) -> None:
     step = added.add_argument_group("a step")
     step.add_argument(
-        "--batch", type=positive, default=1, help="rows of a micro-batch on a rank (default: 1)"
+        "--batch", type=_positive, default=1, help="rows of a micro-batch on a rank (default: 1)"
     )
-    step.add_argument("--sequence", type=positive, default=128, help="tokens of a row (default: 128)")
-    step.add_argument("--accumulate", type=positive, default=1, help="micro-batches of a step (default: 1)")
-    step.add_argument("--clip", type=norm, metavar="NORM", help="clip gradients to this norm")
+    step.add_argument("--sequence", type=_positive, default=128, help="tokens of a row (default: 128)")
+    step.add_argument("--accumulate", type=_positive, default=1, help="micro-batches of a step (default: 1)")
+    step.add_argument("--clip", type=_norm, metavar="NORM", help="clip gradients to this norm")
     step.add_argument(
         "--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad or none"
     )
@@ -83,20 +83,20 @@ def _add_step(added: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help="recompute the activations of the modules of this class, or of this name (blocks.3); repeatable",
     )
-    step.add_argument("--steps", type=positive, default=2, help="steps to run (default: 2)")
+    step.add_argument("--steps", type=_positive, default=2, help="steps to run (default: 2)")
 
 
 def _add_ranks(added: argparse.ArgumentParser) -> None:
     ranks = added.add_argument_group("ranks and sharding")
     ranks.add_argument(
-        "--world", type=worlds, default=[8], metavar="N", help="ranks: 8, or 8,16, or 8..4096 (default: 8)"
+        "--world", type=_worlds, default=[8], metavar="N", help="ranks: 8, or 8,16, or 8..4096 (default: 8)"
     )
-    ranks.add_argument("--ranks-per-host", type=positive, default=8, metavar="N", help="default: 8")
+    ranks.add_argument("--ranks-per-host", type=_positive, default=8, metavar="N", help="default: 8")
     ranks.add_argument("--rank", type=natural, default=0, help="the rank to plan (default: 0)")
     ranks.add_argument("--strategy", help="full (default), grad_op, no_shard, hybrid:N, hybrid_grad_op:N")
     ranks.add_argument("--compare", metavar="A,B", help="plan these strategies, side by side")
     ranks.add_argument("--wrap", action="append", metavar="CLASS", help="a class of units; repeatable")
-    ranks.add_argument("--wrap-numel", type=positive, metavar="N", help="units of at least so many elements")
+    ranks.add_argument("--wrap-numel", type=_positive, metavar="N", help="units of at least so many elements")
     dtypes = ", ".join(DTYPES)
     ranks.add_argument("--dtype", type=dtype_name, help=f"to compute in: {dtypes}")
     ranks.add_argument("--reduce-dtype", type=dtype_name, help="to reduce gradients in")
@@ -143,6 +143,54 @@ def _add_output(added: argparse.ArgumentParser) -> None:
 
 def _run(chosen: argparse.Namespace) -> int:
     # Imports torch, which takes seconds: not for help.
-    from flatparam_plan.command.planning import run
+    from flatparam_plan.command.plan_command import run
 
     return run(chosen)
+
+
+# From the text of an argument to its value
+
+
+def _positive(text: str) -> int:
+    """A number of at least 1."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return number
+
+
+def _norm(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
+    return number
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """A name and a value such as `layers=4`; what is no Python literal is a text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+def _worlds(text: str) -> list[int]:
+    """World sizes: `8`, `8,16,24`, or `8..4096` for its powers of two."""
+    first, separator, last = text.partition("..")
+    if not separator:
+        return [_positive(each) for each in text.split(",")]
+    sizes = [_positive(first)]
+    if _positive(last) < sizes[0]:
+        raise argparse.ArgumentTypeError(
+            f"expected the smaller number of ranks first, as in 8..64, found {text!r}"
+        )
+    while sizes[-1] * 2 <= _positive(last):
+        sizes.append(sizes[-1] * 2)
+    return sizes

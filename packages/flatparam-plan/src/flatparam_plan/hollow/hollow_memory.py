@@ -16,12 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatparam_plan.errors import PlanError
-from flatparam_plan.hollow.accumulating import adds_in_place, owners_if_alone
-from flatparam_plan.hollow.arena import Arena, Block
-from flatparam_plan.hollow.composing import MATTERS, Composing, looks_at_values
+from flatparam_plan.hollow.arena import Arena, Block, Log
 from flatparam_plan.hollow.kernels import Kernel, Work, operands_of
-from flatparam_plan.hollow.log import Log
 from flatparam_plan.hollow.operations import (
     ATEN,
     Trait,
@@ -31,6 +27,14 @@ from flatparam_plan.hollow.operations import (
     value_of,
 )
 from flatparam_plan.hollow.temporaries import Temporaries
+from flatparam_plan.hollow.unwatched import (
+    MATTERS,
+    Composing,
+    adds_in_place,
+    looks_at_values,
+    owners_if_alone,
+)
+from flatparam_plan.plan_error import PlanError
 
 __all__ = ["HollowMemory"]
 

@@ -1,17 +1,48 @@
-"""The modules of a model, by their names or those of their classes."""
+"""The modules of a model by their names or those of their classes, and how they are wrapped."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from flatparam_plan.errors import PlanError
+from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatparam_plan.plan_error import PlanError
 
-__all__ = ["classes_named", "modules_named", "recompute", "without_cache"]
+__all__ = ["Wrapping", "policy_for", "classes_named", "recompute", "without_cache"]
+
+Wrapping: TypeAlias = Any
+"""Names of classes, a least number of elements, a policy of `flatparam.wrap`, or `None` for one unit."""
+
+
+def policy_for(wrap: Wrapping, model: nn.Module) -> Any:
+    """The policy that chooses the units of `model`.
+
+    Raises:
+        PlanError: if it cannot be planned, or if the model has no module of a class that is named.
+    """
+    if getattr(wrap, "_plans", False):
+        raise PlanError("wrap: planned() plans by itself while a model is wrapped; plan by --fit instead")
+    if isinstance(wrap, str):
+        wrap = (wrap,)
+    if isinstance(wrap, int):
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=wrap)
+    if isinstance(wrap, Sequence):
+        if all(isinstance(each, type) for each in wrap):
+            return ModuleWrapPolicy(wrap)
+        return CustomPolicy(_among(classes_named(model, wrap)))
+    return wrap
+
+
+def _among(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
+    return lambda module: isinstance(module, classes)
+
+
+# The modules of a model, by their names or those of their classes
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
@@ -32,7 +63,7 @@ def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Modul
     return tuple(kind for kind in kinds if kind.__name__ in wanted)
 
 
-def modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
+def _modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
     """The modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
 
     Raises:
@@ -57,7 +88,7 @@ def recompute(model: nn.Module, names: Iterable[str]) -> None:
     # chosen modules of a model imports torch's FSDP for that, which takes longer than many a plan.
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    chosen = modules_named(model, names)
+    chosen = _modules_named(model, names)
     if model in chosen:
         raise PlanError(
             f"checkpointing: expected modules inside the model, found the whole model, {type(model).__name__}; name "

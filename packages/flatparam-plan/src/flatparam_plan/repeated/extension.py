@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 
-from flatparam_plan.rehearsal import Rehearsal, UnitFacts, rehearse
-from flatparam_plan.repeated.growing import grown_costs, peaks, peaks_of
+from flatparam_comm import Totals
+from flatparam_plan.costs import STAGES, Costs, Resting, StepCosts
+from flatparam_plan.hollow import Log
+from flatparam_plan.rehearsal import Entry, Rehearsal, UnitFacts, rehearse
 from flatparam_plan.repeated.repeats import SHORT, Shortened, Template, runs_of, shortened
-from flatparam_plan.repeated.tape import Growth, Insertion, Tape, compared
-from flatparam_plan.repeated.writing import Written
+from flatparam_plan.repeated.tape import Growth, Insertion, Tape, Written, compared
 from flatparam_plan.training import Setup, TrainingProgram
 
-__all__ = ["rehearse_repeated"]
+__all__ = ["rehearse_repeated", "Peaks", "peaks"]
 
 
 def rehearse_repeated(
@@ -59,7 +60,7 @@ class _Extension:
     def rehearsal(self) -> Rehearsal | None:
         """The rehearsal with all blocks, or `None` if a number does not grow with them."""
         found = self.base.found
-        if peaks(found.entries, found.log, found.stop) != peaks_of(found.costs):
+        if peaks(found.entries, found.log, found.stop) != _peaks_of(found.costs):
             return None
         written = Written()
         changed = self._changed()
@@ -81,7 +82,7 @@ class _Extension:
             at = stop
             if insertion is not None:
                 self._repeat(written, run, insertion)
-        costs = grown_costs(
+        costs = _grown_costs(
             found.costs,
             [each.costs for each in self.longer],
             [(self._more(run), growth.more) for run, growth in enumerate(self.growths)],
@@ -236,3 +237,81 @@ def _with_sizes(form: Any, sizes: Sequence[Any]) -> Any:
         asked = None if asked is None else (asked[0], sizes[1], asked[2])
         return ("entry", (what, stage, step, sizes[0], asked), *form[2:])
     return (form[0], sizes[0], *form[2:])
+
+
+# The costs of many equal blocks, from those of few
+
+
+Peaks: TypeAlias = "tuple[int, list[dict[str, int]]]"
+"""The most bytes at once until the model is wrapped, and in the stages of each step."""
+
+
+def _grown_costs(
+    base: Costs,
+    longer: Sequence[Costs],
+    blocks: Sequence[tuple[int, int]],
+    laid_out: Peaks,
+) -> Costs | None:
+    """The costs of all blocks: peaks are those that were laid out, and the rest grows with the blocks.
+
+    Args:
+        base: the costs of few blocks of each run.
+        longer: for each run, the costs of some more of its blocks.
+        blocks: for each run, how many blocks `base` lacks, and how many more of them `longer` has.
+
+    Returns:
+        `None` if a number does not grow with the blocks.
+    """
+    all_facts = [dict(each.facts()) for each in longer]
+    facts: dict[str, int] = {}
+    for name, value in base.facts():
+        for more, (lacking, step) in zip(all_facts, blocks, strict=True):
+            difference = (more.get(name, 0) - dict(base.facts())[name]) * lacking
+            if not name.startswith("peak") and difference % step:
+                return None
+            value += difference // step
+        facts[name] = value
+    building, peaks_of_steps = laid_out
+
+    def resting(what: str) -> dict[str, int]:
+        return {dtype: facts[f"{what} in {dtype}"] for dtype in getattr(base.resting, what)}
+
+    steps = [
+        StepCosts(
+            peaks_of_steps[number],
+            {
+                op: Totals(
+                    *(facts[f"{op} {what} in step {number + 1}"] for what in ("calls", "bytes", "bytes sent"))
+                )
+                for op in step.collectives
+            },
+        )
+        for number, step in enumerate(base.steps)
+    ]
+    return Costs(
+        Resting(resting("parameters"), resting("gradients"), resting("states")),
+        building,
+        tuple(steps),
+        facts["left after the last step"],
+    )
+
+
+def peaks(entries: Sequence[Entry], log: Log, stop: int) -> Peaks:
+    """The most bytes at once until the model is wrapped, and in the stages of each step."""
+    stages = [entry for entry in entries if entry.kind == "stage"]
+    ends = [*(entry.place for entry in stages[1:]), stop]
+    building = 0
+    steps: dict[int, dict[str, int]] = {}
+    for entry, end in zip(stages, ends, strict=True):
+        peak = log.peak(entry.place, end)
+        if entry.stage in STAGES:
+            of_step = steps.setdefault(entry.step, {})
+            of_step[entry.stage] = max(of_step.get(entry.stage, 0), peak)
+        elif entry.stage != "zero_grad":
+            building = max(building, peak)
+    return building, [steps[number] for number in sorted(steps)]
+
+
+def _peaks_of(costs: Costs) -> Peaks:
+    """The same numbers, of costs."""
+    return costs.building, [dict(step.peaks) for step in costs.steps]

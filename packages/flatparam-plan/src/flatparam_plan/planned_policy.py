@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatparam.policies.policy import _Policy
 from flatparam_comm import Topology
-from flatparam_plan.errors import PlanError
+from flatparam_plan.plan_error import PlanError
 
 if TYPE_CHECKING:
     from flatparam_plan.hardware import AnyProfile
@@ -43,7 +43,7 @@ class PlannedPolicy(_Policy):
     ) -> dict[nn.Module, dict[str, Any]]:
         # Who wraps without a plan has no need of the planner.
         from flatparam_plan.fitting.answering import answer
-        from flatparam_plan.units import NamedUnits
+        from flatparam_plan.named_units import NamedUnits
 
         topology = root_kwargs.get("process_group")
         if not isinstance(topology, Topology):
