@@ -29,7 +29,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-runtime": Budget(7_050, 5_500),
     "flatparam-state": Budget(5_600, 4_700),
     "flatparam": Budget(10_800, 6_000),
-    "flatparam-files": Budget(9_200, 8_000),
+    "flatparam-files": Budget(9_050, 8_000),
     "flatparam-checkpoint": Budget(3_400, 8_000),
     "flatparam-guard": Budget(3_200, 8_000),
     "flatparam-onehost": Budget(1_300, 8_000),
