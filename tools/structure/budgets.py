@@ -35,7 +35,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-onehost": Budget(1_300, 8_000),
     "flatparam-optim": Budget(3_200, 8_000),
     "flatparam-plan": Budget(7_450, 8_000),
-    "flatparam-publish": Budget(2_700, 8_000),
+    "flatparam-publish": Budget(2_550, 8_000),
     "flatparam-simdev": Budget(2_100, 8_000),
 }
 

@@ -17,9 +17,10 @@ from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import check_cost, parse_json
 from flatparam_files.disk.safetensors import read_header
 from flatparam_files.disk.source import Box, TensorInfo
-from flatparam_files.formats import dcp_metadata, open_source
-from flatparam_files.formats.dcp_metadata import _check_cover
-from flatparam_files.formats.dcp_reader import _Tree
+from flatparam_files.formats import open_source
+from flatparam_files.formats.dcp import dcp_metadata
+from flatparam_files.formats.dcp.dcp_metadata import _check_cover
+from flatparam_files.formats.dcp.dcp_reader import _Tree
 
 from .saved import end_of, fork, save
 

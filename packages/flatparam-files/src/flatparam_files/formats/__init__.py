@@ -1,8 +1,8 @@
 """Checkpoints in the formats of other programs: opened as sources, written from sources, a piece at a time."""
 
 from flatparam_files.checkpoint.soundness import Soundness
-from flatparam_files.formats.dcp_reader import open_dcp
-from flatparam_files.formats.dcp_writer import write_dcp
+from flatparam_files.formats.dcp.dcp_reader import open_dcp
+from flatparam_files.formats.dcp.dcp_writer import write_dcp
 from flatparam_files.formats.deepspeed import open_deepspeed
 from flatparam_files.formats.detect import FORMATS, UnknownFormatError, open_source
 from flatparam_files.formats.hugging_face import (

@@ -10,21 +10,11 @@ from typing import Protocol, TypeAlias, final, runtime_checkable
 import attrs
 from torch import Tensor
 
-from flatparam_publish.versions.catalogue import Catalogue
-from flatparam_publish.versions.slicing import Slicing
+from flatparam_publish.catalogue import Catalogue
+from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
 
-__all__ = [
-    "Channel",
-    "Delivery",
-    "Frames",
-    "NewVersion",
-    "Packet",
-    "UpdateSource",
-    "Update",
-    "VersionId",
-    "identity_after",
-]
+__all__ = ["Channel", "Delivery", "Frames", "NewVersion", "Packet", "UpdateSource", "Update", "VersionId"]
 
 
 @final
@@ -47,7 +37,7 @@ class Packet:
     file: str = ""
 
 
-def identity_after(before: VersionId | None, number: int, packets: Sequence[Sequence[Packet]]) -> str:
+def _identity_after(before: VersionId | None, number: int, packets: Sequence[Sequence[Packet]]) -> str:
     """The identity of version `number`: the sha256 of that before it and of those of all packets.
 
     Args:
@@ -78,7 +68,7 @@ class NewVersion:
 
     def id_with(self, packets: Sequence[Sequence[Packet]]) -> VersionId:
         """The name of the version that these packets make."""
-        return VersionId(self.stream, self.number, identity_after(self.before, self.number, packets))
+        return VersionId(self.stream, self.number, _identity_after(self.before, self.number, packets))
 
 
 @final

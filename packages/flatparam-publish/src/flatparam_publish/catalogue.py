@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from flatparam_files import DTYPES, TensorInfo
 from flatparam_files.disk import parse_json, renamed
-from flatparam_publish.versions.errors import PublishError
+from flatparam_publish.publish_error import PublishError
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
 __all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]

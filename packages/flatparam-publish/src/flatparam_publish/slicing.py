@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flatparam_files import TensorInfo
-from flatparam_publish.versions.catalogue import Catalogue, PublishedTensor
-from flatparam_publish.versions.errors import PublishError
+from flatparam_publish.catalogue import Catalogue, PublishedTensor
+from flatparam_publish.publish_error import PublishError
 
 __all__ = ["Part", "Slicing"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatparam_core import Box, Span
 from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
-from flatparam_files.formats.dcp_metadata import METADATA_FILE
+from flatparam_files.formats.dcp.dcp_metadata import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.pickle_reader import Global
 from flatparam_files.formats.pickle_writer import PickledCall, pickle_of

@@ -11,7 +11,13 @@ import torch
 
 from flatparam_core import Box, Span
 from flatparam_files.disk import AnyPath, CheckpointError, TensorInfo
-from flatparam_files.formats.dcp_metadata import METADATA_FILE, Chunk, DcpMetadata, Item, read_dcp_metadata
+from flatparam_files.formats.dcp.dcp_metadata import (
+    METADATA_FILE,
+    Chunk,
+    DcpMetadata,
+    Item,
+    read_dcp_metadata,
+)
 from flatparam_files.formats.stored import (
     MODEL_KEYS,
     OPTIMIZER_KEYS,

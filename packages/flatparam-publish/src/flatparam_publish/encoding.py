@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flatparam_files.disk import bytes_view
-from flatparam_publish.versions.errors import PublishError
+from flatparam_publish.publish_error import PublishError
 
 __all__ = ["HEADER_NBYTES", "Record", "bits_of", "changes", "read_records", "values"]
 

@@ -1,0 +1,1 @@
+"""Directories that `torch.distributed.checkpoint` writes."""
