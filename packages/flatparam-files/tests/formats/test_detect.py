@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats import FORMATS, UnknownFormatError, open_source
 
 

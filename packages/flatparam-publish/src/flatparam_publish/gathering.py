@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_publish.versions import PublishedTensor
+from flatparam_publish.catalogue import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
 from flatparam_state import Place
 from flatparam_state.model_tensors import ModelTensor

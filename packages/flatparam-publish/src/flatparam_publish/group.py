@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from flatparam_files.disk import bytes_view
+from flatparam_publish.catalogue import Catalogue
+from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.gathering import PUBLISH_NBYTES
-from flatparam_publish.versions import (
-    Catalogue,
-    Delivery,
-    NewVersion,
-    Packet,
-    PublishError,
-    Slicing,
-    Update,
-    VersionId,
-    all_or_error,
-)
+from flatparam_publish.publish_error import PublishError, all_or_error
+from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.ranks import differing
 

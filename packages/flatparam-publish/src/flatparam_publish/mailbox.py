@@ -24,17 +24,10 @@ from flatparam_files.disk import (
     new_file,
     open_regular,
 )
-from flatparam_publish.versions import (
-    Catalogue,
-    Delivery,
-    NewVersion,
-    Packet,
-    PublishError,
-    Slicing,
-    Update,
-    VersionId,
-    all_or_error,
-)
+from flatparam_publish.catalogue import Catalogue
+from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
+from flatparam_publish.publish_error import PublishError, all_or_error
+from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
 
 __all__ = ["Mailbox"]

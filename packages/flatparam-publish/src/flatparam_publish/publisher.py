@@ -11,22 +11,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from flatparam_publish.catalogue import Catalogue, ReceiverNames, published_tensors
+from flatparam_publish.channel import Channel, Frames, NewVersion, VersionId
+from flatparam_publish.encoding import bits_of, changes, values
 from flatparam_publish.gathering import PUBLISH_NBYTES, Pair
-from flatparam_publish.versions import (
-    Catalogue,
-    Channel,
-    Frames,
-    NewVersion,
-    Part,
-    ReceiverNames,
-    Slicing,
-    VersionId,
-    agree_to_publish,
-    bits_of,
-    changes,
-    published_tensors,
-    values,
-)
+from flatparam_publish.publish_error import agree_to_publish
+from flatparam_publish.slicing import Part, Slicing
 from flatparam_runtime import Threshold, telling
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of

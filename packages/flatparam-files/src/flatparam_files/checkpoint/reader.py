@@ -134,7 +134,7 @@ class CheckpointReader:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See `Source.tensors`."""
+        """Every tensor by its path, but for those that each rank has of its own."""
         return {
             path: record.info
             for path, record in self.manifest.tensors.items()
@@ -143,7 +143,7 @@ class CheckpointReader:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """See `Source.values`."""
+        """The tree without the tensors, decoded at first use."""
         values = self.decode(self.manifest.values, tensors=False)
         if not isinstance(values, dict):
             raise CheckpointError(
@@ -153,7 +153,7 @@ class CheckpointReader:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See `Source.facts`.
+        """The known facts about the program that wrote it.
 
         `per_rank` names the states that differ between ranks without being cut like their parameter: they are not
         among `tensors`, and only a rank with the same part of the parameter can take them.
@@ -174,7 +174,7 @@ class CheckpointReader:
         return self._nbytes_read_of_closed + sum(file.nbytes_read for file in self._open.values())
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
+        """The elements `span`, verified. Memory: a chunk; what is not stored in row-major order takes itself, twice."""
         record = self.record(path)
         if record.stride is None:
             yield from self.read_stored(path, span)

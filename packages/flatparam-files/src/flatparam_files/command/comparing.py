@@ -11,9 +11,8 @@ import torch
 
 from flatparam_core import Span
 from flatparam_files import Source, TensorInfo, open_source
-from flatparam_files.command.opening import parts_of
-from flatparam_files.command.output import say
-from flatparam_files.command.progress import showing
+from flatparam_files.command.inspecting import parts_of
+from flatparam_files.command.shared import say, showing
 
 __all__ = ["run"]
 

@@ -11,10 +11,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_core import Span
+from flatparam_core import Box, Span
 from flatparam_files.disk.limits import MAX_DIMS
 
-__all__ = ["CHUNK_NBYTES", "Source", "TensorInfo", "chunk_spans", "join_path", "renamed", "split_path"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "Source",
+    "TensorInfo",
+    "chunk_spans",
+    "join_path",
+    "renamed",
+    "split_path",
+    "Box",
+    "row_major_boxes",
+]
 
 _SHOWN: Final = 100
 CHUNK_NBYTES: Final = 8 * 2**20
@@ -114,3 +124,11 @@ def chunk_spans(span: Span, itemsize: int) -> Iterator[Span]:
     step = CHUNK_NBYTES // itemsize
     for start in range(span.start, span.stop, step):
         yield Span(start, min(start + step, span.stop))
+
+
+# The boxes of an interval of a tensor's elements, by the name that this package has for them
+
+
+def row_major_boxes(shape: Sequence[int], span: Span) -> Iterator[Box]:
+    """The boxes that tile the row-major elements `span` of a tensor of `shape`, in order; at most `2 * ndim - 1`."""
+    return span.boxes(shape)

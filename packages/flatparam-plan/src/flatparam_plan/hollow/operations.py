@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_plan.errors import PlanError
 from flatparam_plan.hollow.kernels import operands_of
 from flatparam_plan.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
+from flatparam_plan.plan_error import PlanError
 
 __all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flatparam_plan.allocations import allocations
-from flatparam_plan.hollow.kernels import Kernel, operands_of
-from flatparam_plan.hollow.rules import by_rule, returns_as_shaped
+from flatparam_plan.hollow.kernels import Kernel, by_rule, operands_of, returns_as_shaped
 
 __all__ = ["AFFORDABLE_NBYTES", "Temporaries", "Trial", "tried", "zeros_as"]
 

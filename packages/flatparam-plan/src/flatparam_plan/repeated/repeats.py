@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flatparam_core import clean_fqn
+from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.training import Setup, TrainingProgram
-from flatparam_plan.units import NamedUnits
 
 __all__ = ["SHORT", "Place", "Run", "Shortened", "Template", "runs_of", "shortened", "with_few_blocks"]
 

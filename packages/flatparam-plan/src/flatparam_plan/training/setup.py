@@ -13,9 +13,9 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam_comm import Collectives, SingleCollectives, Topology
-from flatparam_plan.errors import PlanError
-from flatparam_plan.training.ranks import TRANSPORTS, Call, lone_topology
-from flatparam_plan.training.wrapping import Wrapping, policy_for
+from flatparam_plan.plan_error import PlanError
+from flatparam_plan.training.lone_rank import TRANSPORTS, Call, lone_topology
+from flatparam_plan.training.named_modules import Wrapping, policy_for
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "Optimize", "Setup"]
 

@@ -1,4 +1,4 @@
-"""The fields of the manifest's records: validators of built records, and checks of the JSON that they are read from.
+"""The fields of the manifest's records: validators of built records, checks of the JSON that they come from, dtypes.
 
 All of them raise a ValueError that says what was expected and found; a validator names the record and its field, too.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import attrs
+import torch
+
+from flatparam_files.disk import DTYPES, CheckpointError, join_path
 
 __all__ = [
     "Validator",
@@ -26,6 +30,9 @@ __all__ = [
     "mapping_of",
     "text",
     "tuple_of",
+    "dtype_name",
+    "dtype_named",
+    "file_dtype",
 ]
 
 Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
@@ -146,3 +153,42 @@ def check_step(step: object) -> None:
 def _is_count(value: object) -> bool:
     """Whether `value` can be a number of bytes, of elements, of a rank, a file or a step."""
     return type(value) is int and 0 <= value < 2**63
+
+
+# The dtypes that a checkpoint can hold, and their names in a manifest
+
+
+_NAMES: Final = MappingProxyType(
+    {dtype: str(dtype).removeprefix("torch.") for dtype in (*DTYPES, torch.complex32, torch.complex128)}
+)
+_BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
+
+
+def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
+    """The name of `dtype` in a manifest.
+
+    Raises:
+        CheckpointError: for one that cannot be saved, naming the tensor `at` these keys.
+    """
+    if dtype not in _NAMES:
+        path = join_path(at)
+        raise CheckpointError(
+            f"{path!r}: tensors of {dtype} cannot be saved", fqn=path, hint="convert it before"
+        )
+    return _NAMES[dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name in a manifest.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown dtype {name!r}")
+    return _BY_NAME[name]
+
+
+def file_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype under which a file holds the bytes of `dtype`: bytes, if safetensors does not have it."""
+    return dtype if dtype in DTYPES else torch.uint8

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Self
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest.dtypes import dtype_name, dtype_named
 from flatparam_files.checkpoint.manifest.fields import (
     as_count,
     as_list,
@@ -22,6 +21,8 @@ from flatparam_files.checkpoint.manifest.fields import (
     as_text,
     bad_value,
     count,
+    dtype_name,
+    dtype_named,
     hash_digits,
     instance_of,
     json_tree,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from flatparam_files.checkpoint.manifest.dtypes import dtype_name, dtype_named
+from flatparam_files.checkpoint.manifest.fields import dtype_name, dtype_named
 from flatparam_files.disk import (
     MAX_INTEGER_BITS,
     CheckpointError,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import CheckpointReader
 from flatparam_files.disk import CheckpointError, Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_files.formats.stored.tensors import Storage, Stored, read_boxes
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, read_boxes
 
 __all__ = ["StoredSource", "averages_as_model", "cast_model", "select", "stored_source", "tree_of", "watch"]
 
@@ -35,7 +35,7 @@ class StoredSource:
         return {path: stored.info for path, stored in self.stored.items()}
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """See `Source.read`; extra memory: a few chunks, also if the stored tensor is not contiguous."""
+        """The elements `span` of a tensor. Extra memory: a few chunks, also if the stored tensor is not contiguous."""
         return self.stored[path].read(span)
 
     def aliases(self) -> dict[str, str]:
@@ -60,7 +60,6 @@ class _TensorOfSource(Stored):
     path: str
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         return self.source.read(self.path, span)
 
     def storages(self) -> Iterator[Storage]:
@@ -78,7 +77,6 @@ class _Reordered(Stored):
     strides: tuple[int, ...]
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         held = torch.empty(self.info.numel, dtype=self.info.dtype, device="cpu")
         at = 0
         for chunk in self.reader.read_stored(self.path, Span(0, self.info.numel)):
@@ -153,13 +151,11 @@ class _Cast(Stored):
     stored: Stored
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         for piece in chunk_spans(span, max(self.info.dtype.itemsize, self.stored.info.dtype.itemsize)):
             for chunk in self.stored.read(piece):
                 yield chunk.to(self.info.dtype)
 
     def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
         return self.stored.storages()
 
 
@@ -190,13 +186,11 @@ class _Watched(Stored):
     observe: Callable[[int], object]
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         for chunk in self.stored.read(span):
             yield chunk
             self.observe(chunk.nbytes)
 
     def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
         return self.stored.storages()
 
 
