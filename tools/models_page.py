@@ -1,6 +1,6 @@
 """The table of real models: `python tools/models_page.py build/models.xml` writes docs/models.json and docs/models.md.
 
-What it reads are the results of `nox -s models`, as pytest writes them: each test names its model and its column.
+What it reads are the results of `nox -s run -- models`, as pytest writes them: a test names its model and column.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(results: Path) -> dict[str, dict[str, int]]:
         if "column" in said:
             model[said["column"]] = model.get(said["column"], 0) + 1
     if not models:
-        raise LookupError(f"expected the results of `nox -s models` in {results}, found no model")
+        raise LookupError(f"expected the results of `nox -s run -- models` in {results}, found no model")
     return models
 
 

@@ -2,7 +2,7 @@
 
     python tools/pretrained_costs.py --numel 64000000 --ranks 2
 
-With `--page` the table goes into docs/guides/pretrained.md (`nox -s pretrained`).
+With `--page` the table goes into docs/guides/pretrained.md (`nox -s run -- pretrained`).
 
 Each way runs in processes of its own, one after the other, with one safetensors file in the page cache. Printed for
 each: the bytes that all ranks together read by calls (a mapped file is not read by calls), the highest peak of a rank's

@@ -1,4 +1,4 @@
-"""What holds under load, as a table: `nox -s load`, or `python -m integration_tests.load --rows L1 L4`."""
+"""What holds under load, as a table: `nox -s run -- load`, or `python -m integration_tests.load --rows L1 L4`."""
 
 from __future__ import annotations
 
