@@ -10,6 +10,7 @@ from typing import Final
 
 _COMM: Final = "packages/flatparam-comm/tests"
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
+_OPTIM: Final = "packages/flatparam-optim/tests"
 _STATE: Final = "packages/flatparam-state/tests"
 _LIFTED: Final = "integration_tests/lifted"
 _PUBLISH: Final = "packages/flatparam-publish/tests"
@@ -88,19 +89,19 @@ NOT_TWINNED: Final = MappingProxyType(
         ),
         f"{_INTERFACE}/test_compositions.py::test_marks_for_the_compiler": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_deferred_init.py::test_param_init_fn_is_called_as_by_torch": _FSDP1_ON_CPU,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_every_optimizer_has_the_bits_of_the_plain_one": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_is_the_optimizers_own": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_saved_and_loaded_between": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_what_cannot_be_cut_is_stepped_whole": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_gradients_come_and_go": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_that_the_step_makes_is_put_together": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_that_was_cleared": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_a_step_that_is_broken_off": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_a_step_is_noticed_by_autograd": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_other_parameters_are_left_alone": _PIECES,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_every_optimizer_has_the_bits_of_the_plain_one": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_is_the_optimizers_own": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_saved_and_loaded_between": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_what_cannot_be_cut_is_stepped_whole": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_gradients_come_and_go": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_that_the_step_makes_is_put_together": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_that_was_cleared": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_a_step_that_is_broken_off": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_a_step_is_noticed_by_autograd": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_other_parameters_are_left_alone": _PIECES,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
         "integration_tests/matrices/test_muon.py::test_half_precision_is_exact": _HALF,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
         f"{_CLIENTS}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
