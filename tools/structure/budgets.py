@@ -31,7 +31,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam": Budget(10_800, 6_000),
     "flatparam-files": Budget(9_050, 8_000),
     "flatparam-checkpoint": Budget(3_400, 8_000),
-    "flatparam-guard": Budget(3_200, 8_000),
+    "flatparam-guard": Budget(3_150, 8_000),
     "flatparam-onehost": Budget(1_300, 8_000),
     "flatparam-optim": Budget(3_200, 8_000),
     "flatparam-plan": Budget(7_450, 8_000),

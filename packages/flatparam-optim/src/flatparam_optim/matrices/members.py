@@ -1,19 +1,194 @@
-"""Which ranks have a gradient of each matrix: compared in every step, without a host that waits for its device."""
+"""The parameters that an optimizer steps as wholes: which they are, their rule, and who has their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias, final
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_comm import FlatParamError, Mark, ReduceOp, Topology, streams_of
-from flatparam_optim.matrices.members import Member
+from flatparam_comm import (
+    FlatParamError,
+    FlatParameter,
+    FlatParamHandle,
+    Fragment,
+    Mark,
+    ParamSpec,
+    ReduceOp,
+    Topology,
+    handle_of,
+    owner_of,
+    streams_of,
+)
+from flatparam_runtime import holder_of
 
-__all__ = ["Presence"]
+__all__ = [
+    "Member",
+    "drop_flat_gradients",
+    "follow_gradients",
+    "originals_in",
+    "Settings",
+    "StateOf",
+    "WholeStep",
+    "Presence",
+]
+
+
+def originals_in(parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
+    """The originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.
+
+    A flat parameter stands for all of its originals, any other parameter for itself.
+    """
+    if isinstance(parameter, FlatParameter):
+        handle = handle_of(parameter)
+        if handle is not None:
+            for index, slot in enumerate(handle.layout.slots):
+                yield slot.spec.fqn, handle.original(index), slot.spec.shape
+            return
+    owner = owner_of(parameter)
+    if owner is None:
+        yield "", parameter, tuple(parameter.shape)
+    else:
+        spec = owner[0].layout.slots[owner[1]].spec
+        yield spec.fqn, parameter, spec.shape
+
+
+@final
+@attrs.frozen(eq=False)
+class Member:
+    """A parameter that is stepped as a whole, of which this rank may hold a part; without a handle it holds all."""
+
+    parameter: nn.Parameter
+    settings: Settings
+    handle: FlatParamHandle | None
+    index: int = 0
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, settings: Settings) -> Member:
+        """The member that an original, or a parameter of no unit, is."""
+        handle, index = owner_of(parameter) or (None, 0)
+        return cls(parameter, settings, handle, index)
+
+    @property
+    def topology(self) -> Topology | None:
+        """The groups of ranks that share the parameter; `None` if this rank has it for itself."""
+        unit = None if self.handle is None else holder_of(self.handle)
+        return None if unit is None else unit.topology
+
+    @property
+    def spec(self) -> ParamSpec:
+        """The facts about the whole parameter."""
+        if self.handle is None:
+            return ParamSpec.of("", self.parameter)
+        return self.handle.layout.slots[self.index].spec
+
+    @property
+    def fragment(self) -> Fragment | None:
+        """The part that this rank holds; `None` if it has the parameter for itself."""
+        return None if self.handle is None else self.handle.layout.fragment(self.index, self.handle.rank)
+
+
+def follow_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give originals of listed flat parameters the gradients that these have now.
+
+    Somebody may have set a flat parameter's gradient to None, or replaced it, and the originals do not know.
+    """
+    for parameter in parameters:
+        owner = owner_of(parameter)
+        if parameter.grad is None or owner is None or not owner[0].exposure.lists_shard:
+            continue
+        handle, index = owner
+        flat = handle.flat_param.grad
+        if flat is None:
+            parameter.grad = None
+            continue
+        gradient = flat[handle.layout.fragment(index, handle.rank).in_shard.as_slice()]
+        if gradient.data_ptr() != parameter.grad.data_ptr():
+            if parameter.grad_dtype != gradient.dtype:
+                parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient.view(parameter.shape)
+
+
+def drop_flat_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the gradient of each listed flat parameter whose originals are among `parameters` and have none any more."""
+    handles = {owner[0]: None for owner in map(owner_of, parameters) if owner is not None}
+    for handle in handles:
+        if handle.exposure.lists_shard and not any(
+            original.grad is not None for original in handle.exposure.originals().values()
+        ):
+            handle.flat_param.grad = None
+
+
+# The seam to a rule that steps whole matrices
+
+
+Settings: TypeAlias = "Mapping[str, Any]"
+"""The hyper-parameters of a parameter group."""
+StateOf: TypeAlias = "MutableMapping[str, Any]"
+"""The optimizer's state of one parameter, by name."""
+
+
+class WholeStep(Protocol):
+    """A rule that steps parameters as wholes, in three parts: on each rank's part, on the whole, on each part again."""
+
+    @property
+    def streams(self) -> int:
+        """How many tensors travel to the owner for each parameter."""
+        ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether `step` keeps state with the owner, which then is a rank that holds elements of the parameter."""
+        ...
+
+    @property
+    def part_states(self) -> frozenset[str]:
+        """The names of the states that `prepare` makes on each rank that holds a part; others are the owner's alone."""
+        ...
+
+    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
+        ...
+
+    def cost(self, shape: Sequence[int], settings: Settings) -> int:
+        """The cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
+        ...
+
+    def prepare(self, part: Tensor, gradient: Tensor, state: StateOf, settings: Settings) -> Sequence[Tensor]:
+        """The tensors that have to travel: `streams` of them, shaped like `part`, this rank's part of the parameter.
+
+        `state` is that of the part; what is shaped like the part belongs there.
+        """
+        ...
+
+    def step(self, whole: Sequence[Tensor], state: StateOf, settings: Settings) -> Tensor:
+        """The update of the whole parameter, on its owner.
+
+        A rule that keeps no state may be called with zeros for a parameter without a gradient; its update is dropped.
+
+        Args:
+            whole: what `prepare` returned, in the parameter's shape and strides; may be changed.
+            state: the same that `prepare` gets on this rank.
+            settings: the hyper-parameters.
+        """
+        ...
+
+    def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Settings) -> None:
+        """Change this rank's part of the parameter by its part of the update, of the same shape.
+
+        Args:
+            part: to be changed.
+            update: in the dtype in which it has travelled.
+            shape: that of the whole parameter.
+            settings: the hyper-parameters.
+        """
+        ...
+
+
+# Which ranks have a gradient of each matrix: compared in every step, without a host that waits for its device
 
 
 @final
