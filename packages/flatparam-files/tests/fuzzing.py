@@ -1,4 +1,4 @@
-"""A fuzzer of every reader: `nox -s fuzz -- --minutes 10`.
+"""A fuzzer of every reader: `nox -s run -- fuzz --minutes 10`.
 
 Property: whatever the bytes of a checkpoint are, a reader returns, or raises CheckpointError; it takes little memory,
 and it ends. Mutations know the formats: a changed manifest is sealed anew, a changed pickle gets the right checksum.

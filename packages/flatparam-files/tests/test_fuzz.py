@@ -1,4 +1,4 @@
-"""Every reader against changed files, for a short while; `nox -s fuzz` does so for as long as one likes."""
+"""Every reader against changed files, for a short while; `nox -s run -- fuzz` does so for as long as one likes."""
 
 import json
 import os

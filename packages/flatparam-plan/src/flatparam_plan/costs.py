@@ -78,14 +78,14 @@ class Costs:
         return max(step.peak for step in self.steps)
 
     def errors(self, other: Costs) -> dict[str, int]:
-        """The differences from `other` (this minus other), under names; only those that are not zero."""
+        """Return the differences from `other` (this minus other), under names; only those that are not zero."""
         mine, theirs = dict(self.facts()), dict(other.facts())
         names = [*mine, *(name for name in theirs if name not in mine)]
         differences = {name: mine.get(name, 0) - theirs.get(name, 0) for name in names}
         return {name: difference for name, difference in differences.items() if difference}
 
     def facts(self) -> Iterator[tuple[str, int]]:
-        """Each number, under a name."""
+        """Yield each number, under a name."""
         for what in ("parameters", "gradients", "states"):
             for dtype, nbytes in getattr(self.resting, what).items():
                 yield f"{what} in {dtype}", nbytes
@@ -104,7 +104,7 @@ class Costs:
 
 
 def recorded(topology: Topology, ledger: ByteLedger) -> Topology:
-    """The same groups, with a ledger of what passes."""
+    """Return the same groups, with a ledger of what passes."""
     replicate = topology.replicate
 
     def with_ledger(group: Any) -> Any:
@@ -146,7 +146,7 @@ BEFORE: Final = ("building", "wrapping")
 
 
 def by_dtype(tensors: Iterable[Tensor | None]) -> dict[str, int]:
-    """The bytes of the memory under `tensors`, each memory once, by dtype."""
+    """Return the bytes of the memory under `tensors`, each memory once, by dtype."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     for tensor in tensors:
@@ -161,7 +161,7 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> dict[str, int]:
 
 
 def states_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
+    """Return the tensors of an optimizer's state."""
     if optimizer is None:
         return []
     return [
@@ -210,7 +210,7 @@ class Counting:
         self.ledger.reset()
 
     def costs(self, peak: Callable[[int, int], int], left: int) -> Costs:
-        """The costs; `peak` says how many bytes were in use at most between two places."""
+        """Return the costs; `peak` says how many bytes were in use at most between two places."""
         assert self.trained is not None, "it was trained"
         resting = Resting(
             by_dtype(self.trained.model.parameters()),

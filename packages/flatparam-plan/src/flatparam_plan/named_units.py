@@ -99,7 +99,7 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
 
 
 def with_blocks(program: TrainingProgram, setup: Setup) -> Setup:
-    """The setup with each block as a unit, unless it says how to wrap."""
+    """Return the setup with each block as a unit, unless it says how to wrap."""
     if setup.wrap is not None:
         return setup
     return attrs.evolve(setup, wrap=NamedUnits(dict.fromkeys(outline_of(program)[0].blocks, True)))
@@ -137,7 +137,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists in `module` that have several members of one class."""
+    """Return the members of the outermost lists in `module` that have several members of one class."""
     if isinstance(module, (*_LISTS, nn.Sequential)):
         children = [child for child in _called(module) if _numel(child)]
         if len({type(child) for child in children}) < len(children):
@@ -147,7 +147,7 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules in `module` that have a forward pass and parameters."""
+    """Return the outermost modules in `module` that have a forward pass and parameters."""
     found: list[nn.Module] = []
     for child in module.children():
         found += _called(child) if isinstance(child, _LISTS) else [child] * (_numel(child) > 0)
@@ -155,7 +155,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _outside(module: nn.Module, within: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """The outermost modules in `module` that have parameters and contain nothing of `within`."""
+    """Yield the outermost modules in `module` that have parameters and contain nothing of `within`."""
     for child in module.children():
         if child in within or not _numel(child):
             continue
@@ -166,7 +166,7 @@ def _outside(module: nn.Module, within: Collection[nn.Module]) -> Iterator[nn.Mo
 
 
 def _holders(module: nn.Module) -> Counter[int]:
-    """How often modules in `module` hold each parameter, by its id."""
+    """Return how often modules in `module` hold each parameter, by its id."""
     return Counter(
         id(parameter)
         for inner in module.modules()
@@ -176,6 +176,6 @@ def _holders(module: nn.Module) -> Counter[int]:
 
 
 def _stands_alone(module: nn.Module, holders: Counter[int]) -> bool:
-    """Whether nobody outside of `module` holds one of its parameters, as the two of a tied embedding do."""
+    """Return whether nobody outside of `module` holds one of its parameters, as the two of a tied embedding do."""
     own = _holders(module)
     return bool(own) and all(holders[each] == count for each, count in own.items())

@@ -80,7 +80,7 @@ def planned(
     max_norm: float | None = None,
     transport: str = "direct",
 ) -> PlannedPolicy:
-    """An `auto_wrap_policy` that chooses for the least predicted time within a budget of memory.
+    """Return an `auto_wrap_policy` that chooses for the least predicted time within a budget of memory.
 
     It chooses the modules that become units, whether each frees its parameters after the forward pass, and how many
     units are gathered ahead. The ranks, the precision and the strategy are those of the wrapper; the strategy says over

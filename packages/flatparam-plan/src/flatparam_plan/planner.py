@@ -70,7 +70,7 @@ def plan(
 
 
 def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: Any = None) -> Plan:
-    """The plan of `program` under `setup`; see `plan`."""
+    """Return the plan of `program` under `setup`; see `plan`."""
     return plans_of(program, [setup], steps=steps, profile=profile)[0]
 
 
@@ -92,7 +92,7 @@ def plans_of(
 
 
 def plan_from(found: Rehearsal, prediction: Prediction | None = None, *, profile: Any = None) -> Plan:
-    """The plan of what was rehearsed, with its time under a profile, or as it is predicted already."""
+    """Return the plan of what was rehearsed, with its time under a profile, or as it is predicted already."""
     start, stop = _bounds(found, found.steps - 1)
     flops = _flops_by_unit(found, start, stop)
     activations = _activations(found)
@@ -123,7 +123,7 @@ def plan_from(found: Rehearsal, prediction: Prediction | None = None, *, profile
 
 
 def _bounds(found: Rehearsal, step: int) -> tuple[int, int]:
-    """The entries of a step."""
+    """Return the entries of a step."""
     inside = [
         number
         for number, entry in enumerate(found.entries)
@@ -143,7 +143,7 @@ def _flops_by_unit(found: Rehearsal, start: int, stop: int) -> dict[str, int]:
 
 
 def _activations(found: Rehearsal) -> dict[str, int]:
-    """The bytes that each unit made in the last forward pass and that were there at its end."""
+    """Return the bytes that each unit made in the last forward pass and that were there at its end."""
     log = found.log
     last = [entry for entry in found.entries if entry.stage == "forward" and entry.step == found.steps - 1]
     begins = max(number for number, entry in enumerate(last) if entry.kind == "stage")
@@ -200,7 +200,7 @@ def _peak_of(found: Rehearsal) -> Peak:
 
 
 def _links(found: Rehearsal, start: int, stop: int) -> dict[str, int]:
-    """The bytes that the ranks of this rank's host send in a step, in rings."""
+    """Return the bytes that the ranks of this rank's host send in a step, in rings."""
     setup = found.setup
     size = setup.ranks_per_host
     host = setup.rank // size
@@ -234,13 +234,13 @@ class Planner:
     """Is called after each plan, which stays."""
 
     def begin(self) -> Outline:
-        """The modules of the program's model. If their blocks repeat, few of them are rehearsed from now on."""
+        """Return the modules of the program's model. If their blocks repeat, few of them are rehearsed from now on."""
         outline, model = outline_of(self.program)
         self.template = None if model is None else Template(model)
         return outline
 
     def plan(self, setup: Setup) -> Plan:
-        """The plan of the program, from few of its blocks if they repeat."""
+        """Return the plan of the program, from few of its blocks if they repeat."""
         found = None
         if self.template is not None:
             found = rehearse_repeated(self.program, self.template, setup)
@@ -251,5 +251,5 @@ class Planner:
         return plan
 
     def whole(self, setup: Setup) -> Plan:
-        """The plan of the program, from all of its blocks."""
+        """Return the plan of the program, from all of its blocks."""
         return plan_from(rehearse(self.program, setup), profile=self.profile)

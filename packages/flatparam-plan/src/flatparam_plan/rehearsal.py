@@ -184,12 +184,12 @@ class Rehearsal:
     """How the program is trained, other than the model says."""
 
     def last_step(self) -> list[Entry]:
-        """The entries of the last step."""
+        """Return the entries of the last step."""
         before = ("building", "wrapping")
         return [each for each in self.entries if each.step == self.steps - 1 and each.stage not in before]
 
     def entry_at(self, place: int) -> Entry:
-        """The last entry up to a place in the log of memory."""
+        """Return the last entry up to a place in the log of memory."""
         before = [each for each in self.entries if each.place <= place]
         return before[-1] if before else self.entries[0]
 

@@ -48,11 +48,11 @@ class PublishedTensor:
         return self.order or tuple(range(len(self.info.shape)))
 
     def with_shape(self, shape: Sequence[int]) -> PublishedTensor:
-        """The same tensor with different sizes."""
+        """Return the same tensor with different sizes."""
         return attrs.evolve(self, info=TensorInfo(shape, self.info.dtype))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor whose elements are `flat`: 1-D, in the memory order of this tensor, its dtype."""
+        """Return the tensor whose elements are `flat`: 1-D, in the memory order of this tensor, its dtype."""
         sizes = [self.info.shape[dim] for dim in self.dims]
         inverse = sorted(range(len(sizes)), key=lambda place: self.dims[place])
         return flat.view(sizes).permute(inverse)
@@ -86,7 +86,7 @@ class Catalogue:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The catalogue of which `encode` made these bytes.
+        """Return the catalogue of which `encode` made these bytes.
 
         Raises:
             PublishError: if it is damaged.
@@ -112,7 +112,7 @@ def published_tensors(
     dtype: torch.dtype | None,
     only: Callable[[str], bool] | None = None,
 ) -> list[tuple[ModelTensor, PublishedTensor]]:
-    """The tensors of `model` that are published, each with its form on the receiver.
+    """Return the tensors of `model` that are published, each with its form on the receiver.
 
     Args:
         names: what tensors are called there, if not as in the model.

@@ -38,7 +38,7 @@ class Packet:
 
 
 def _identity_after(before: VersionId | None, number: int, packets: Sequence[Sequence[Packet]]) -> str:
-    """The identity of version `number`: the sha256 of that before it and of those of all packets.
+    """Return the identity of version `number`: the sha256 of that before it and of those of all packets.
 
     Args:
         before: the version that the packets change; None if they have all values.
@@ -67,7 +67,7 @@ class NewVersion:
     """This rank's packets; the argument says whether all values are wanted."""
 
     def id_with(self, packets: Sequence[Sequence[Packet]]) -> VersionId:
-        """The name of the version that these packets make."""
+        """Return the name of the version that these packets make."""
         return VersionId(self.stream, self.number, _identity_after(self.before, self.number, packets))
 
 
@@ -123,7 +123,7 @@ class UpdateSource(Protocol):
     def fetch(
         self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
     ) -> list[Update]:
-        """The steps from `held` to the newest version, in order; empty if there is none that is newer.
+        """Return the steps from `held` to the newest version, in order; empty if there is none that is newer.
 
         Args:
             held: the version that the receiver has.

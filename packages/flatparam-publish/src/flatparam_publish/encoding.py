@@ -35,7 +35,7 @@ _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The elements of a 1-D, contiguous tensor as integers; a view."""
+    """Return the elements of a 1-D, contiguous tensor as integers; a view."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
@@ -45,7 +45,7 @@ def values(index: int, start: int, bits: Tensor) -> list[Tensor]:
 
 
 def changes(index: int, start: int, positions: Tensor, old: Tensor, new: Tensor) -> list[Tensor]:
-    """The record that some elements of tensor `index` have changed.
+    """Return the record that some elements of tensor `index` have changed.
 
     Args:
         index: the place of the tensor in the catalogue.
@@ -89,7 +89,7 @@ def _gaps(positions: Tensor) -> Tensor:
 
 
 def _positions(entries: Tensor) -> Tensor:
-    """The positions that `_gaps` gave these bytes for."""
+    """Return the positions that `_gaps` gave these bytes for."""
     is_element = entries != _SKIP
     ends = torch.cumsum(entries.to(torch.int64) + is_element, 0)
     return ends[is_element] - 1
@@ -162,13 +162,13 @@ class Record:
 
 
 def _aligned(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes `data` as integers; a copy only if they begin where integers do not."""
+    """Return the bytes `data` as integers; a copy only if they begin where integers do not."""
     begins = data.storage_offset() % dtype.itemsize == 0 and data.data_ptr() % dtype.itemsize == 0
     return (data if begins else data.clone()).view(dtype)
 
 
 def read_records(data: Tensor, itemsizes: list[int]) -> Iterator[Record]:
-    """The records in `data`, 1-D bytes.
+    """Yield the records in `data`, 1-D bytes.
 
     Args:
         itemsizes: the bytes of an integer of each tensor of the catalogue.

@@ -207,7 +207,7 @@ class _OwnShard:
         self.forget_changes()
 
     def frames(self, wants_all: bool, nbytes: int) -> Frames:
-        """The records of this rank, looking at `nbytes` at a time."""
+        """Yield the records of this rank, looking at `nbytes` at a time."""
         step = max(1, nbytes // self.dtype.itemsize)
         for start in range(0, self.local.numel(), step):
             stop = min(start + step, self.local.numel())
@@ -221,14 +221,14 @@ class _OwnShard:
                 yield from ((number, piece) for piece in record)
 
     def _values(self, part: Part, start: int, stop: int) -> list[Tensor]:
-        """The record of the elements `[start, stop)`, as far as they are in `part`."""
+        """Return the record of the elements `[start, stop)`, as far as they are in `part`."""
         new = bits_of(self.local[start:stop].to(self.dtype))
         if not part.is_whole:
             new = new[part.mask(torch.arange(self.start + start, self.start + stop, device=new.device))]
         return values(self.index, part.before(self.start + start), new) if new.numel() else []
 
     def _changes(self, part: Part, change: _Change) -> list[Tensor]:
-        """The shorter of the record of changes and that of values; nothing, if nothing has changed in `part`."""
+        """Return the shorter of the record of changes and that of values; nothing, if nothing has changed in `part`."""
         first, last = self.start + change.start, self.start + change.stop
         begin, end = part.before(first), part.before(last)
         places, old, new = change.places, change.old, change.new

@@ -163,7 +163,7 @@ class Value:
     """Where it goes: one tensor, or several if a tied parameter is not tied here."""
 
     def bits(self) -> Tensor:
-        """The integers of the published elements in their memory order; a view if the target has them so."""
+        """Return the integers of the published elements in their memory order; a view if the target has them so."""
         ordered = self.tensors[0].permute(self.published.dims).to(self.published.info.dtype)
         return bits_of(ordered.contiguous().view(-1))
 
@@ -189,7 +189,7 @@ class _Target(Protocol):
         ...
 
     def values(self, catalogue: Catalogue) -> list[Value]:
-        """The tensors of the target, one for each tensor of the catalogue."""
+        """Return the tensors of the target, one for each tensor of the catalogue."""
         ...
 
 
@@ -205,7 +205,7 @@ class _DictTarget:
         """Any tensors will do."""
 
     def values(self, catalogue: Catalogue) -> list[Value]:
-        """The tensors of the dict; it has those of the catalogue, and no others, then."""
+        """Return the tensors of the dict; it has those of the catalogue, and no others, then."""
         names = {each.name for each in catalogue.tensors}
         for each in catalogue.tensors:
             found = self.tensors.get(each.name)
@@ -256,7 +256,7 @@ class _ModuleTarget:
             )
 
     def values(self, catalogue: Catalogue) -> list[Value]:
-        """The tensors of the module."""
+        """Return the tensors of the module."""
         here = self._tensors()
         return [
             Value(each, tuple(_distinct(here[n] for n in each.names if n in here)))

@@ -40,13 +40,13 @@ class Part:
         return self.stop - self.start == self.extent
 
     def before(self, position: int) -> int:
-        """How many elements of the part lie before element `position` of the tensor."""
+        """Return how many elements of the part lie before element `position` of the tensor."""
         rows, rest = divmod(position, max(1, self.extent * self.inner))
         width = (self.stop - self.start) * self.inner
         return rows * width + min(max(rest - self.start * self.inner, 0), width)
 
     def mask(self, positions: Tensor) -> Tensor:
-        """Which of the elements at `positions` (1-D, int64) of the tensor are in the part."""
+        """Return which of the elements at `positions` (1-D, int64) of the tensor are in the part."""
         rest = positions % (self.extent * self.inner)
         return (rest >= self.start * self.inner) & (rest < self.stop * self.inner)
 
@@ -88,7 +88,7 @@ class Slicing:
             self.part(tensor, 0)
 
     def cuts(self, catalogue: Catalogue) -> tuple[int | None, ...]:
-        """The dimension that is cut of each tensor, if one is."""
+        """Return the dimension that is cut of each tensor, if one is."""
         return tuple(self._dim(tensor) for tensor in catalogue.tensors)
 
     def check_cuts(self, catalogue: Catalogue, theirs: Sequence[int | None]) -> None:
@@ -109,7 +109,7 @@ class Slicing:
                 )
 
     def part(self, tensor: PublishedTensor, rank: int) -> Part:
-        """The part of `tensor` that receiver `rank` has.
+        """Return the part of `tensor` that receiver `rank` has.
 
         Raises:
             ValueError: naming the tensor, if its dimension does not exist, or is not a multiple of the ranks.
@@ -124,7 +124,7 @@ class Slicing:
         return Part(math.prod(shape[:place]), shape[place], inner, rank * each, (rank + 1) * each)
 
     def _dim(self, tensor: PublishedTensor) -> int | None:
-        """The dimension that is cut, if one is."""
+        """Return the dimension that is cut, if one is."""
         if self.size == 1:
             return None
         for pattern, dim in self.dims.items():
@@ -144,11 +144,11 @@ class Slicing:
         return None
 
     def catalogue(self, catalogue: Catalogue, rank: int) -> Catalogue:
-        """The tensors of `catalogue` as receiver `rank` has them."""
+        """Return the tensors of `catalogue` as receiver `rank` has them."""
         return Catalogue(tuple(self._sliced(tensor, rank) for tensor in catalogue.tensors))
 
     def nbytes(self, catalogue: Catalogue) -> int:
-        """The bytes that all receivers together have."""
+        """Return the bytes that all receivers together have."""
         return sum(self.catalogue(catalogue, rank).nbytes for rank in range(self.size))
 
     def _sliced(self, tensor: PublishedTensor, rank: int) -> PublishedTensor:
@@ -160,7 +160,7 @@ class Slicing:
         return tensor.with_shape(shape)
 
     def sink(self, rank: int, sink: Callable[[str, Tensor], object]) -> Callable[[str, Tensor], None]:
-        """A sink for full tensors that calls `sink` with the slice of receiver `rank`, contiguous in memory."""
+        """Return a sink for full tensors that calls `sink` with the slice of receiver `rank`, contiguous in memory."""
         if not 0 <= rank < self.size:
             raise ValueError(f"Slicing.sink: expected a rank from 0 to {self.size - 1}, found {rank}")
 

@@ -231,7 +231,7 @@ class Committer:
 
 
 def _merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manifest:
-    """The manifest of all ranks' files.
+    """Return the manifest of all ranks' files.
 
     Raises:
         CheckpointError: if the ranks' parts do not make whole tensors, naming one that is not.
@@ -303,7 +303,7 @@ def _identity(value: Any, tensors: Mapping[str, TensorRecord]) -> str:
 
 
 def _merged_tensors(parts: Iterable[tuple[str, TensorRecord]]) -> dict[str, TensorRecord]:
-    """The tensors of which `parts` are the pieces.
+    """Return the tensors of which `parts` are the pieces.
 
     Raises:
         ValueError: if two parts do not belong to one tensor, naming it.

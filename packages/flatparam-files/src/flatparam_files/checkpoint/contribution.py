@@ -36,7 +36,7 @@ class OwnedPiece:
         return self.span.numel * self.record.info.dtype.itemsize
 
     def staged(self) -> Self:
-        """The same piece with its elements copied to host memory."""
+        """Return the same piece with its elements copied to host memory."""
         copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
         done = 0
         for chunk in self.chunks():
@@ -46,7 +46,7 @@ class OwnedPiece:
 
 
 def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
+    """Yield the elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
     if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
         yield tensor.detach().reshape(-1)
     else:
@@ -109,14 +109,14 @@ class Contribution:
             self.pieces.append(piece)
 
     def tree(self, *at: str) -> Any:
-        """The encoded tree under the keys `at` of `values`."""
+        """Return the encoded tree under the keys `at` of `values`."""
         tree: Any = self.values
         for key in at:
             tree = tree[key]
         return tree
 
     def staged(self) -> Self:
-        """The same with all bytes in host memory of its own."""
+        """Return the same with all bytes in host memory of its own."""
         return attrs.evolve(self, pieces=[piece.staged() for piece in self.pieces])
 
 
@@ -163,7 +163,7 @@ class RankReport:
 
     @classmethod
     def read(cls, directory: Path, rank: int, save_id: str) -> Self:
-        """The report of `rank` in `directory`.
+        """Return the report of `rank` in `directory`.
 
         Raises:
             CheckpointError: if it is not there, or of a different save, or the file is not as it says.
@@ -194,5 +194,5 @@ class RankReport:
 
 
 def report_path(directory: Path, rank: int) -> Path:
-    """The path of the report of rank `rank`."""
+    """Return the path of the report of rank `rank`."""
     return directory / f"rank-{rank:05d}.done"

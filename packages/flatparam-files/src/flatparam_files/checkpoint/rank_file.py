@@ -28,7 +28,7 @@ __all__ = ["RankFileWriter", "header_metadata", "write_rank_file"]
 
 
 def header_metadata(save_id: str, rank: int, world_size: int) -> dict[str, str]:
-    """The metadata in the header of a rank's file."""
+    """Return the metadata in the header of a rank's file."""
     return {"format": "pt", "save_id": save_id, "rank": str(rank), "world_size": str(world_size)}
 
 

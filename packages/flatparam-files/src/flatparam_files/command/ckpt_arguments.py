@@ -201,7 +201,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", re.IGNORECASE)
 
 
 def nbytes_of(text: str) -> int:
-    """The bytes of a size such as `5GB`, `512 MiB` or `1000`."""
+    """Return the bytes of a size such as `5GB`, `512 MiB` or `1000`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 512MiB, found {text!r}")
@@ -216,7 +216,7 @@ def nbytes_of(text: str) -> int:
 
 
 def _ranks(text: str) -> int:
-    """A number of ranks, each of which gets a file of its own."""
+    """Return a number of ranks, each of which gets a file of its own."""
     number = int(text) if text.isdecimal() else 0
     if not 1 <= number <= _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST_RANKS}, found {text!r}")
@@ -224,7 +224,7 @@ def _ranks(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A number of at least 0, of 63 bits at most."""
+    """Return a number of at least 0, of 63 bits at most."""
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(
             f"expected a number of at least 0 and at most 2**63 - 1, found {text!r}"
@@ -247,7 +247,7 @@ def dtype_name(text: str) -> str:
 
 
 def _tolerance(text: str) -> float:
-    """A number of at least 0, with a fraction or not."""
+    """Return a number of at least 0, with a fraction or not."""
     try:
         number = float(text)
     except ValueError:

@@ -95,7 +95,7 @@ def _tree_of(source: Source) -> _Node:
 
 
 def _names(path: str) -> list[str]:
-    """The levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
+    """Return the levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
     return [name for part in split_path(path) for name in part.split(".") if name]
 
 
@@ -176,7 +176,7 @@ def _verified(source: Source, chosen: argparse.Namespace) -> int:
 
 
 def opened(chosen: argparse.Namespace) -> Source:
-    """The checkpoint that the arguments name.
+    """Return the checkpoint that the arguments name.
 
     Raises:
         ArgumentsError: if they name none, or both a path and a pair of files.
@@ -191,7 +191,7 @@ def opened(chosen: argparse.Namespace) -> Source:
 
 
 def parts_of(source: Source, only: list[str] | None) -> Source:
-    """The parts of a source that were asked for.
+    """Return the parts of a source that were asked for.
 
     Raises:
         CheckpointError: if it has none of them.

@@ -87,7 +87,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def scaled(value: float, units: Sequence[str]) -> str:
-    """A number in the unit that leaves three digits of it; each unit is 1,000 of the one before."""
+    """Return a number in the unit that leaves three digits of it; each unit is 1,000 of the one before."""
     number = 0
     # From 999.5 on, three digits of it would be 1000.
     while abs(value) >= (999.5 if number else 1000) and number < len(units) - 1:
@@ -96,7 +96,7 @@ def scaled(value: float, units: Sequence[str]) -> str:
 
 
 def shown_nbytes(nbytes: float) -> str:
-    """A number of bytes: `1.23 GB`."""
+    """Return a number of bytes: `1.23 GB`."""
     return scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 

@@ -28,7 +28,7 @@ _POINTER_NBYTES: Final = 1024
 
 
 def unreadable(path: AnyPath, done: str, error: OSError) -> UnreadableError:
-    """The error about a file that could not be `done` (opened, read), with what the system said."""
+    """Return the error about a file that could not be `done` (opened, read), with what the system said."""
     return UnreadableError(
         f"{path}: cannot be {done}: {error.strerror or error}",
         path=path,
@@ -103,7 +103,7 @@ class ByteFile:
             self._descriptor = -1
 
     def read(self, offset: int, nbytes: int) -> bytearray:
-        """The bytes `[offset, offset + nbytes)`.
+        """Return the bytes `[offset, offset + nbytes)`.
 
         Raises:
             CheckpointError: if the file ends before.
@@ -144,7 +144,7 @@ class ByteFile:
 
 
 def bytes_view(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in row-major order as 1-D bytes; a view if it is contiguous."""
+    """Return the elements of `tensor` in row-major order as 1-D bytes; a view if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # One element of a larger tensor counts as contiguous, whatever its stride.
     if flat.stride() != (1,):
@@ -153,12 +153,12 @@ def bytes_view(tensor: Tensor) -> Tensor:
 
 
 def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
-    """The 1-D tensor whose memory `data` is."""
+    """Return the 1-D tensor whose memory `data` is."""
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order, in memory of their own."""
+    """Return the bytes of a tensor's elements in row-major order, in memory of their own."""
     data = bytearray(tensor.numel() * tensor.element_size())
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(bytes_view(tensor))

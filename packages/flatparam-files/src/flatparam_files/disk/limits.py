@@ -31,12 +31,12 @@ MAX_PUBLISHED_NBYTES: Final = 2**26
 
 
 def allowed_nbytes(nbytes: int, times: int) -> int:
-    """The bytes that the objects in a file of `nbytes` may take: `times` as many, or 64 MiB if that is more."""
+    """Return the bytes that the objects in a file of `nbytes` may take: `times` as many, or 64 MiB if that is more."""
     return max(_SMALL_NBYTES, times * nbytes)
 
 
 def is_short_integer(value: int) -> bool:
-    """Whether `value` can be printed, and is cheap to compute with."""
+    """Return whether `value` can be printed, and is cheap to compute with."""
     return value.bit_length() <= MAX_INTEGER_BITS
 
 
@@ -53,7 +53,7 @@ _DIGITS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that `data` (UTF-8) is the JSON of: no key twice, no NaN, no depth that ends the process.
+    """Return the value that `data` (UTF-8) is the JSON of: no key twice, no NaN, no depth that ends the process.
 
     Memory: what `check_cost` allows, and some copies of the text.
 
@@ -96,7 +96,7 @@ def check_cost(data: bytes) -> None:
 
 
 def _outside_of_strings(data: bytes) -> Iterator[bytes]:
-    """The text in pieces, with `"` in the place of each string."""
+    """Yield the text in pieces, with `"` in the place of each string."""
     inside, cut = False, b""
     for at in range(0, len(data), _CHUNK_NBYTES):
         chunk = cut + data[at : at + _CHUNK_NBYTES]

@@ -130,7 +130,7 @@ def _bad(path: Path, why: str) -> CheckpointError:
 
 
 def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
-    """The header in `data`, the bytes between the first eight and the tensors of a file of `file_nbytes`.
+    """Return the header in `data`, the bytes between the first eight and the tensors of a file of `file_nbytes`.
 
     Raises:
         ValueError: if it is not one, saying why.
@@ -161,7 +161,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
 def _entry(
     name: str, entry: Any, data_start: int, infos: dict[tuple[str, ...], tuple[TensorInfo, int]]
 ) -> StoredTensor:
-    """The tensor that an entry describes; `infos` has those that were described before, since most are alike."""
+    """Return the tensor that an entry describes; `infos` has those that were described before, since most are alike."""
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise ValueError(f"tensor {name!r}: expected the keys {sorted(_KEYS)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -189,7 +189,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before those of the tensors, which follow in the order of `tensors`.
+    """Return the bytes before those of the tensors, which follow in the order of `tensors`.
 
     Raises:
         CheckpointError: for a dtype that safetensors does not have, or a name that is no text.

@@ -90,7 +90,7 @@ class Source(Protocol):
         ...
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """The row-major elements `[span.start, span.stop)` of tensor `path`, in order.
+        """Return the row-major elements `[span.start, span.stop)` of tensor `path`, in order.
 
         Yields:
             1-D CPU tensors of the tensor's dtype, at most `CHUNK_NBYTES` each.
@@ -107,12 +107,12 @@ def join_path(parts: Sequence[str]) -> str:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """The keys of which `join_path` made `path`."""
+    """Return the keys of which `join_path` made `path`."""
     return tuple(unquote(part, errors="strict") for part in path.split("/"))
 
 
 def renamed(name: str, names: Mapping[str, str] | Callable[[str], str | None] | None) -> str:
-    """The new name of a tensor; None, or an absent key of a mapping, keeps the old one."""
+    """Return the new name of a tensor; None, or an absent key of a mapping, keeps the old one."""
     if names is None:
         return name
     new = names(name) if callable(names) else names.get(name)

@@ -42,7 +42,7 @@ __all__ = ["is_deepspeed", "open_deepspeed", "CutTensor"]
 
 
 def is_deepspeed(path: str | Path) -> bool:
-    """Whether the directory is a checkpoint of DeepSpeed, or the directory of one of its steps."""
+    """Return whether the directory is a checkpoint of DeepSpeed, or the directory of one of its steps."""
     path = Path(path)
     return path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_states.pt")))
 
@@ -120,7 +120,7 @@ class _Reading:
         self._left_out: list[str] = []
 
     def source(self) -> StoredSource:
-        """The checkpoint as a source."""
+        """Return the checkpoint as a source."""
         tree = {"model": self._model(), "optimizer": self._optimizer(), "extra": self._extra()}
         tensors, values = arranged(tree, self._files.step)
         return StoredSource("deepspeed", tensors, values, self._facts())
@@ -171,7 +171,7 @@ class _Reading:
     def _cuts(
         self, index: int, shapes: Mapping[str, tuple[int, ...]], parts: tuple[StridedTensor, ...]
     ) -> dict[str, CutTensor]:
-        """The tensors of a flat group, whose parts on the ranks are given."""
+        """Return the tensors of a flat group, whose parts on the ranks are given."""
         found = {}
         offset, dtype = 0, parts[0].info.dtype
         for name, shape, padding in zip(shapes, shapes.values(), self._paddings(index, shapes), strict=True):
@@ -233,7 +233,7 @@ class _Reading:
         of_ranks: Sequence[Mapping[str, Any]],
         group: Mapping[str, Any],
     ) -> dict[str, dict[str, Any]]:
-        """The states of the parameters of a flat group."""
+        """Return the states of the parameters of a flat group."""
         found: dict[str, dict[str, Any]] = {name: {} for name in shapes} if of_ranks[0] else {}
         for kind, value in of_ranks[0].items():
             if self._is_cut(kind, value, index):
@@ -254,7 +254,7 @@ class _Reading:
         return found
 
     def _is_cut(self, kind: str, value: Any, index: int) -> bool:
-        """Whether a state of a flat group is like the group, and not one for all of it."""
+        """Return whether a state of a flat group is like the group, and not one for all of it."""
         if kind == "step" or not isinstance(value, StridedTensor) or len(value.info.shape) != 1:
             return False
         weights = self._ranks[0].weights[index].info.numel
@@ -275,7 +275,7 @@ class _Reading:
         return plain
 
     def _plain(self, tree: Any, parts: tuple[str, ...]) -> Any:
-        """A tree with its tensors to be read whole; what is neither a tensor nor a plain value becomes None."""
+        """Return a tree with its tensors to be read whole; what is neither a tensor nor a plain value becomes None."""
         if isinstance(tree, StridedTensor):
             return CutTensor.whole(tree)
         if isinstance(tree, (InertObject, Global)):
@@ -306,11 +306,11 @@ class CutTensor(Stored):
 
     @classmethod
     def whole(cls, stored: StridedTensor) -> CutTensor:
-        """A tensor that lies in one piece."""
+        """Return a tensor that lies in one piece."""
         return cls(stored.info, (stored,), max(1, stored.info.numel))
 
     def pieces(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """The parts that the elements `span` of the tensor lie in, by number, and where in them."""
+        """Yield the parts that the elements `span` of the tensor lie in, by number, and where in them."""
         row = span.shifted(self.origin)
         for k in range(row.start // self.each, -(-row.stop // self.each)):
             inside = row.overlap(Span(k * self.each, (k + 1) * self.each))
@@ -318,16 +318,16 @@ class CutTensor(Stored):
                 yield k, inside.relative_to(k * self.each).shifted(self.at)
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """The elements `span`, part by part, without a copy of the whole."""
+        """Yield the elements `span`, part by part, without a copy of the whole."""
         for k, inside in self.pieces(span):
             yield from self.parts[k].read(inside)
 
     def storages(self) -> Iterator[Storage]:
-        """The storage of each part."""
+        """Return the storage of each part."""
         return (part.storage for part in self.parts)
 
     def check(self) -> CutTensor:
-        """The same, when all its elements are there, in one dtype."""
+        """Return the same, when all its elements are there, in one dtype."""
         for k, inside in self.pieces(Span(0, self.info.numel)):
             if k >= len(self.parts) or inside.stop > self.parts[k].info.numel:
                 raise ValueError("the flat groups are too small for the parameters that they should hold")

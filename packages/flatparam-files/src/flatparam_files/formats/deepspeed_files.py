@@ -28,7 +28,7 @@ _NAME_NBYTES: Final = 255
 
 
 def step_directory(path: Path) -> Path:
-    """The directory of the step to read."""
+    """Return the directory of the step to read."""
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a directory, and a checkpoint of DeepSpeed is one",
@@ -85,7 +85,7 @@ class Files:
 
     @classmethod
     def found_in(cls, step: Path) -> Files:
-        """Those in the directory, when it is of a kind that is read."""
+        """Return those in the directory, when it is of a kind that is read."""
         for pattern, what in _OTHERS.items():
             if found := next(step.glob(pattern), None):
                 raise _unread(found, what)
@@ -114,7 +114,7 @@ def _unread(file: Path, what: str) -> CheckpointError:
 
 
 def _by_rank(step: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
-    """The files whose names match, in the order of the ranks; none may be missing in between."""
+    """Return the files whose names match, in the order of the ranks; none may be missing in between."""
     found: dict[int, Path] = {}
     for file in sorted(step.iterdir()):
         if match := pattern.fullmatch(file.name):

@@ -81,7 +81,7 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
 
 
 def _inside(path: Path) -> list[Path]:
-    """The paths to open: `path` itself, or those that accelerate keeps in a directory."""
+    """Return the paths to open: `path` itself, or those that accelerate keeps in a directory."""
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]

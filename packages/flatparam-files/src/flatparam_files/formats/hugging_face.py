@@ -109,7 +109,7 @@ def write_hugging_face(
 
 
 def _model_of(source: Source, path: Path) -> dict[str, Stored]:
-    """The tensors to write, by name, in the order of the source."""
+    """Return the tensors to write, by name, in the order of the source."""
     opened = select(source, ["model"])
     values = opened.values.get("model") or {}
     if values:
@@ -126,7 +126,7 @@ def _model_of(source: Source, path: Path) -> dict[str, Stored]:
 
 
 def divided(tensors: Mapping[str, T], max_nbytes: int = MAX_SHARD_NBYTES) -> dict[str, dict[str, T]]:
-    """The tensors of each file, by its name: at most `max_nbytes` bytes of them, or one tensor."""
+    """Return the tensors of each file, by its name: at most `max_nbytes` bytes of them, or one tensor."""
     shards: list[dict[str, T]] = [{}]
     nbytes = 0
     for name, stored in tensors.items():
@@ -177,7 +177,7 @@ class HasInfo(Protocol):
 
 
 def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) -> dict[str, Stored]:
-    """The tensors that an index names, in its order; `read_file` opens one of the files.
+    """Return the tensors that an index names, in its order; `read_file` opens one of the files.
 
     Raises:
         CheckpointError: if the index is none, or does not agree with the files.
@@ -193,7 +193,7 @@ def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) 
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file names by tensor."""
+    """Return the file names by tensor."""
     with ByteFile(index) as file:
         data = bytes(file.read(0, file.nbytes))
     try:
@@ -212,7 +212,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def encode_index(files: Mapping[str, Mapping[str, HasInfo]]) -> bytes:
-    """The index of tensors that lie in several files; `files` has them by file and name."""
+    """Return the index of tensors that lie in several files; `files` has them by file and name."""
     total = sum(stored.info.nbytes for tensors in files.values() for stored in tensors.values())
     weights = {tensor: name for name, tensors in files.items() for tensor in tensors}
     tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}

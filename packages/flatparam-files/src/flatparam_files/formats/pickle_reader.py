@@ -62,7 +62,7 @@ class AdmittedNames:
 def read_pickle(
     data: bytes, names: AdmittedNames, *, what: str, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The object that a pickle describes.
+    """Return the object that a pickle describes.
 
     Args:
         what: where the pickle comes from, for errors.
@@ -122,7 +122,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def result(self) -> Any:
-        """The object that the pickle describes, once all its opcodes are carried out."""
+        """Return the object that the pickle describes, once all its opcodes are carried out."""
         (root,) = self._stack
         self._budget.visit(root)
         return root
@@ -332,7 +332,7 @@ class Budget:
 
 
 def _below(value: Any) -> Iterator[Any] | None:
-    """The values that a container holds; None if it is none."""
+    """Return the values that a container holds; None if it is none."""
     if isinstance(value, Mapping):
         return (each for item in value.items() for each in item)
     if isinstance(value, (list, tuple, set, frozenset)):

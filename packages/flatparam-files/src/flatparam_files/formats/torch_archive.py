@@ -41,7 +41,7 @@ class Archive:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the file begins like what `torch.save` writes.
+    """Return whether the file begins like what `torch.save` writes.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -160,7 +160,7 @@ class _Window:
         self._at = 0
 
     def tell(self) -> int:
-        """The position, from the start of the window."""
+        """Return the position, from the start of the window."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -213,7 +213,7 @@ def write_archive(file: SparseFile, root: Any) -> None:
 
 
 def _named(tree: Any, tensors: dict[Stored, int]) -> Any:
-    """The tree with each tensor as what torch pickles in its place; the tensors are added to `tensors`."""
+    """Return the tree with each tensor as what torch pickles in its place; the tensors are added to `tensors`."""
     if isinstance(tree, Mapping) and not isinstance(tree, Counter):
         return {key: _named(value, tensors) for key, value in tree.items()}
     if type(tree) in (list, tuple):

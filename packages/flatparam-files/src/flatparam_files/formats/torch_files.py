@@ -86,7 +86,7 @@ def _tensors_in(file: Path) -> dict[str, Stored]:
 
 
 def _parts_of(file: Path) -> Mapping[Any, Any]:
-    """The part of the whole that one file of several adds."""
+    """Return the part of the whole that one file of several adds."""
     root = _state_dict_in(file)
     if "param_groups" in root or "state" in root:
         return {"optimizer": root}

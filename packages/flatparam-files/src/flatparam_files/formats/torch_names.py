@@ -33,7 +33,7 @@ STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
 
 
 def dtype_names() -> dict[str, torch.dtype]:
-    """Every dtype of this torch by its dotted name."""
+    """Return every dtype of this torch by its dotted name."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -58,7 +58,7 @@ def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
 
 
 def _with_attributes(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
-    """A tensor or parameter that somebody has set attributes on, as FSDP1 does: without them."""
+    """Return a tensor or parameter that somebody has set attributes on, as FSDP1 does: without them."""
     if not isinstance(function, Global) or not function.name.startswith("torch._utils._rebuild_"):
         raise TypeError("a tensor is made by something else than torch's functions")
     return TORCH_NAMES.functions[function.name](*arguments)

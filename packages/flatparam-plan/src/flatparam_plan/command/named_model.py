@@ -30,7 +30,7 @@ _NOT_AS_STORED: Final = (
 
 
 def program_of(chosen: argparse.Namespace) -> TrainingProgram:
-    """The program that the arguments name."""
+    """Return the program that the arguments name."""
     sys.path.insert(0, os.getcwd())
     arguments = dict(chosen.arg)
     build = functools.partial(_on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, arguments)))
@@ -50,7 +50,7 @@ def _on(cpu: bool) -> Callable[[Callable[[], nn.Module]], nn.Module]:
 
 
 def _telling(model: str, function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The function, whose errors say which model could not be made."""
+    """Return the function, whose errors say which model could not be made."""
 
     def make() -> nn.Module:
         try:
@@ -68,7 +68,7 @@ def _telling(model: str, function: Callable[[], nn.Module]) -> Callable[[], nn.M
 
 
 def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """The function that makes the model."""
+    """Return the function that makes the model."""
     if model.endswith(".json"):
         return _model_of_config(model, arguments)
     if ":" in model:
@@ -84,7 +84,7 @@ _DTYPES: Final = ("dtype", "torch_dtype")
 
 
 def _model_of_config(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """The function that makes a model of a `config.json`, with `arguments` in place of what it says.
+    """Return the function that makes a model of a `config.json`, with `arguments` in place of what it says.
 
     Parameters are float32, whatever the dtype of the files that the configuration came with, unless `arguments` have a
     `dtype`: training keeps a master copy in float32, and computes in the dtype of mixed precision.
@@ -125,14 +125,14 @@ def _dtypes_in(read: Any) -> set[str]:
 
 
 def _without_dtypes(read: Any) -> Any:
-    """The configuration, and those in it, without the dtype of the files that it came with."""
+    """Return the configuration, and those in it, without the dtype of the files that it came with."""
     if not isinstance(read, dict):
         return read
     return {name: _without_dtypes(value) for name, value in read.items() if name not in _DTYPES}
 
 
 def _model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """The function that makes a model of a class of configurations, such as LlamaConfig, and its arguments.
+    """Return the function that makes a model of a class of configurations, such as LlamaConfig, and its arguments.
 
     Raises:
         ArgumentsError: if transformers has no such class.
@@ -141,7 +141,7 @@ def _model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Mod
 
 
 def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) -> Callable[[], nn.Module]:
-    """The function that makes a causal language model, or else any model, of a configuration of transformers."""
+    """Return the function that makes a causal language model, or else any model, of a configuration of transformers."""
     if importlib.util.find_spec("transformers") is None:
         raise ArgumentsError(
             f"expected transformers to be installed, to make a model of {name!r}; install it, or give "
@@ -176,7 +176,7 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
 
 
 def _function_named(name: str) -> Callable[..., Any]:
-    """The function of this name; its module is imported.
+    """Return the function of this name; its module is imported.
 
     Raises:
         ArgumentsError: if it cannot be.
@@ -192,7 +192,7 @@ def _function_named(name: str) -> Callable[..., Any]:
 
 
 def _function_with(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
-    """The function of this name, to be called with `arguments`.
+    """Return the function of this name, to be called with `arguments`.
 
     Raises:
         ArgumentsError: if it does not take them, or cannot be imported.

@@ -152,7 +152,7 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    """A number of at least 1."""
+    """Return a number of at least 1."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
@@ -160,7 +160,7 @@ def _positive(text: str) -> int:
 
 
 def _norm(text: str) -> float:
-    """A number above 0."""
+    """Return a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -171,7 +171,7 @@ def _norm(text: str) -> float:
 
 
 def _named_value(text: str) -> tuple[str, Any]:
-    """A name and a value such as `layers=4`; what is no Python literal is a text."""
+    """Return a name and a value such as `layers=4`; what is no Python literal is a text."""
     name, separator, value = text.partition("=")
     if not separator or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")

@@ -169,7 +169,7 @@ def _write_json(facts: Any) -> None:
 
 
 def _side_by_side(plans: list[Plan]) -> list[str]:
-    """A line for each number, a column for each plan."""
+    """Return a line for each number, a column for each plan."""
     several_worlds = len({plan.setup.world_size for plan in plans}) > 1
     heads = [f"{plan.setup.world_size} ranks" if several_worlds else plan.setup.strategy for plan in plans]
     rows = [["", *heads]]

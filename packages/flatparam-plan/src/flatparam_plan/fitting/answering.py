@@ -36,7 +36,7 @@ class Asked(Protocol):
 
 
 def answer(asked: Asked, model: nn.Module, topology: Topology, kwargs: dict[str, Any]) -> Any:
-    """The units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
+    """Return the units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
     try:
         program = TrainingProgram.of(
             functools.partial(hollow_copy, model),

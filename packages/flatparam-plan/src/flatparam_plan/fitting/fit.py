@@ -86,7 +86,7 @@ def _measure(search: _Search) -> None:
 
 
 def _fitted(search: _Search) -> Fitted:
-    """The plans that were found, the best first: among measured plans, if there are any."""
+    """Return the plans that were found, the best first: among measured plans, if there are any."""
     plain, memory = search.plans[0], search.memory
 
     order = sorted(search.plans, key=search.rank)
@@ -126,7 +126,7 @@ class _Search:
     """For a plan that keeps units, by its id, the same one without."""
 
     def rank(self, plan: Plan) -> tuple[bool, float, int]:
-        """The order of plans: those that fit by their time, and then the others by their peak."""
+        """Return the order of plans: those that fit by their time, and then the others by their peak."""
         peak = plan.peak.nbytes
         return (peak > self.memory, peak if peak > self.memory else seconds_of(plan), peak)
 
@@ -150,7 +150,7 @@ class _Search:
             self._search(outline)
 
     def _is_confirmed(self, plan: Plan) -> bool:
-        """Whether a rehearsal of all blocks says the same, if there are few enough for that."""
+        """Return whether a rehearsal of all blocks says the same, if there are few enough for that."""
         if not plan.rehearsal.is_laid_out or len(plan.units) > _FEW:
             return True
         whole = self.planner.whole(plan.setup)
@@ -174,7 +174,7 @@ class _Search:
         self.before[id(plan)] = self.before.get(id(best), best)
 
     def _strategies(self) -> list[str]:
-        """The strategies that free their parameters: what is kept is chosen for each unit."""
+        """Return the strategies that free their parameters: what is kept is chosen for each unit."""
         name, colon, number = self.setup.strategy.partition(":")
         found = [_FREEING.get(name, "hybrid") + colon + number]
         size = self.setup.ranks_per_host
@@ -206,7 +206,7 @@ class _Search:
                 return
 
     def _with_units(self, before: Plan, names: list[str]) -> list[Plan]:
-        """The plan with units of these names, if all are called and the program runs with them."""
+        """Return the plan with units of these names, if all are called and the program runs with them."""
         if set(names) == set(_names(before)):
             return []
         setup = attrs.evolve(before.setup, wrap=NamedUnits(dict.fromkeys(names, True)))
@@ -289,7 +289,7 @@ class _Search:
 
 
 def _names(plan: Plan) -> list[str]:
-    """The names of the units, without the root."""
+    """Return the names of the units, without the root."""
     return [unit.facts.name for unit in plan.units[1:]]
 
 

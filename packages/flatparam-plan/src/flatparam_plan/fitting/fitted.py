@@ -33,11 +33,11 @@ class Fitted:
         return self.plans[0]
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the plan's peak is within the budget."""
+        """Return whether the plan's peak is within the budget."""
         return plan.peak.nbytes <= self.memory
 
     def table(self) -> str:
-        """Every way that was tried, and what the first consists of."""
+        """Return every way that was tried, and what the first consists of."""
         rows = [["", "peak", "predicted step", "sent by a rank", ""]]
         for plan in self.plans:
             sent = shown_nbytes(plan.costs.steps[-1].sent_nbytes)
@@ -65,7 +65,7 @@ class Fitted:
         return "\n".join([*lines, "", *self.choices])
 
     def facts(self) -> dict[str, Any]:
-        """The ways as plain values."""
+        """Return the ways as plain values."""
         return {
             "memory": self.memory,
             "choices": list(self.choices),
@@ -82,7 +82,7 @@ class Fitted:
 
 
 def seconds_of(plan: Plan) -> float:
-    """The predicted time of a step; zero without a profile."""
+    """Return the predicted time of a step; zero without a profile."""
     return 0.0 if plan.prediction is None else plan.prediction.seconds
 
 
@@ -90,7 +90,7 @@ def seconds_of(plan: Plan) -> float:
 
 
 def way_of(setup: Setup) -> str:
-    """A setup in a few words."""
+    """Return a setup in a few words."""
     parts = [setup.strategy]
     if isinstance(setup.wrap, NamedUnits):
         parts.append(f"{len(setup.wrap.frees)} units")
@@ -107,7 +107,7 @@ def way_of(setup: Setup) -> str:
 
 
 def choices_of(plan: Plan, before: Plan, plain: Plan, memory: int) -> tuple[str, ...]:
-    """The choices, a line for each.
+    """Return the choices, a line for each.
 
     Args:
         before: the same plan with every unit freed after the forward pass.

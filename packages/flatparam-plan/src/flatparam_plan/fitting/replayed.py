@@ -120,7 +120,7 @@ class Replay:
         self.candidates = list(known.values())
 
     def _laid(self, seconds: Sequence[float]) -> tuple[float, float]:
-        """The time of kernels one after the other, and the time from the host's first launch to their end."""
+        """Return the time of kernels one after the other, and the time from the host's first launch to their end."""
         launch = self.profile.launch
         end = whole = 0.0
         for number, each in enumerate(seconds, start=1):
@@ -142,7 +142,7 @@ class Replay:
             row.spans = [(at[first], at[second]) for first, second in row.intervals]
 
     def seconds_with(self, kept: Collection[int], waits: dict[int, float] | None = None) -> float:
-        """The predicted time of the step if the candidates with these numbers are kept.
+        """Return the predicted time of the step if the candidates with these numbers are kept.
 
         Args:
             waits: takes the seconds for which the stream that computes waits for gathers, by unit.
@@ -175,7 +175,7 @@ class Replay:
         return max(compute, send)
 
     def best(self, memory: int) -> Keeping | None:
-        """The units to keep for the least time within `memory` bytes, no more than that takes; or `None`."""
+        """Return the units to keep for the least time within `memory` bytes, no more than that takes; or `None`."""
         if max(self._segments) > memory:
             return None
         able = [each for each in self.candidates if each.nbytes]
@@ -187,7 +187,7 @@ class Replay:
         return min(found, key=lambda each: (each.seconds, each.peak))
 
     def _filled(self, order: Sequence[_Candidate], memory: int) -> list[int]:
-        """The numbers of the units, in this order, that fit beside those before."""
+        """Return the numbers of the units, in this order, that fit beside those before."""
         segments = torch.tensor(self._segments)
         taken: list[int] = []
         refused = memory + 1
@@ -204,7 +204,7 @@ class Replay:
         return taken
 
     def _least(self, taken: Sequence[int]) -> Keeping:
-        """The fewest of the first units that reach the time of all: to leave out a gather never takes longer."""
+        """Return the fewest of the first units that reach the time of all: to leave out a gather never takes longer."""
         goal = self.seconds_with(set(taken)) * (1 + _NOTHING)
         count = bisect.bisect_left(
             range(len(taken)), True, key=lambda some: self.seconds_with(set(taken[:some])) <= goal

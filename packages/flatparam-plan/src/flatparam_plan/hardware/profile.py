@@ -57,7 +57,7 @@ class Profile:
     """The parts of the numbers that are reached."""
 
     def seconds_of(self, work: Work) -> float:
-        """The time of one kernel: the longer of its operations and its bytes."""
+        """Return the time of one kernel: the longer of its operations and its bytes."""
         rate = self.flops.get(work.dtype) or self.flops.get("float32")
         if rate is None:
             raise PlanError(
@@ -68,13 +68,13 @@ class Profile:
         return max(operations, work.nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
     def seconds_to_send(self, nbytes: int, *, leaves_host: bool) -> float:
-        """The time of a collective for which each rank sends `nbytes` bytes."""
+        """Return the time of a collective for which each rank sends `nbytes` bytes."""
         way = self.network if leaves_host else self.link
         return way.latency + nbytes / (way.bandwidth * self.link_efficiency)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Profile:
-        """The profile that a TOML file says.
+        """Return the profile that a TOML file says.
 
         Raises:
             PlanError: naming what is missing.
@@ -110,7 +110,7 @@ _SHIPPED: Final = Path(__file__).parent / "profiles"
 
 
 def profile_named(name: AnyProfile) -> Profile:
-    """The profile of this name that ships with the package, or the one in a TOML file.
+    """Return the profile of this name that ships with the package, or the one in a TOML file.
 
     Raises:
         PlanError: if there is none, or it does not fit.
@@ -134,7 +134,7 @@ def profile_named(name: AnyProfile) -> Profile:
 
 
 def transport_here(profile: object) -> str | None:
-    """The transport that the name of a profile asks to measure here, if it does.
+    """Return the transport that the name of a profile asks to measure here, if it does.
 
     That is "shared_memory" of "this-machine", and "gloo" of "this-machine:gloo".
     """

@@ -35,7 +35,7 @@ _FEWEST, _MOST = 5, 300
 
 
 def timed_here(ways: Sequence[tuple[TrainingProgram, Setup]]) -> list[Timings]:
-    """The times of steps of samples of these programs on this machine, when all ranks of a world run them.
+    """Return the times of steps of samples of these programs on this machine, when all ranks of a world run them.
 
     The ranks are processes of one thread each, forked from this one. They run a step of each program in turn, so that
     all meet the same noise, for about eight seconds after some steps to warm up.
@@ -75,7 +75,7 @@ def _timed(ways: Sequence[tuple[TrainingProgram, Setup]], rank: int, store: str)
 
 
 def _turn(samples: Sequence[Sample], group: Any, *, is_timed: bool) -> float:
-    """A step of each; returns how long they took."""
+    """Return a step of each; returns how long they took."""
     start = time.perf_counter()
     for sample in samples:
         group.barrier()
@@ -150,7 +150,7 @@ class Sample:
             self._steps.append(list(self._clock.laps))
 
     def timings(self) -> Timings:
-        """The times of the steps so far."""
+        """Return the times of the steps so far."""
         return self._stretches.timed(self._steps)
 
 
@@ -193,7 +193,7 @@ def _on_forked_ranks(world_size: int, work: Callable[[int, str], Any]) -> list[A
 
 
 def _heard(pipes: list[Connection]) -> list[Any]:
-    """The result of every rank; the first failure is raised."""
+    """Return the result of every rank; the first failure is raised."""
     said: dict[int, Any] = {}
     end = time.monotonic() + _PATIENCE
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}

@@ -87,7 +87,7 @@ class Stretches:
         return cls(step, stretches)
 
     def timed(self, steps: Sequence[Sequence[Lap]]) -> Timings:
-        """The times of these stretches, of steps that a rank has run: each mark, and the first of the next step.
+        """Return the times of these stretches, of steps that a rank has run: each mark, and the first of the next step.
 
         Raises:
             PlanError: if a step did something else than the rehearsal.
@@ -118,7 +118,7 @@ class Stretches:
         return attrs.evolve(scaled, count=len(steps), middle_half=(low / whole - 1, high / whole - 1))
 
     def laid(self, timings: Timings) -> list[float]:
-        """The seconds of each entry of the step; those between marks without kernels count to the mark."""
+        """Return the seconds of each entry of the step; those between marks without kernels count to the mark."""
         seconds = [0.0] * len(self.step)
         for stretch in self._stretches:
             whole = timings.of_stretch(stretch.key, stretch.estimate)
@@ -144,7 +144,7 @@ class Timings:
     """The first and the third quartile of the steps, as parts of the median by which they differ from it."""
 
     def times(self, factor: float) -> Timings:
-        """Each time, so many times as long."""
+        """Return each time, so many times as long."""
         return attrs.evolve(
             self,
             spans={key: (seconds * factor, estimate) for key, (seconds, estimate) in self.spans.items()},
@@ -165,7 +165,7 @@ def _median(values: Iterator[float]) -> float:
 
 
 def _what(entry: Entry | None, kinds: Mapping[str, Any]) -> Any:
-    """The kind of a mark, without the names of units."""
+    """Return the kind of a mark, without the names of units."""
     if entry is None:
         return None
     call = entry.call
@@ -225,7 +225,7 @@ class _Clocked:
             self.clock.note("waited", begin)
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return self.inner.done()
 
 

@@ -62,7 +62,7 @@ class Arena:
         self._alive: dict[int, tuple[weakref.ref[memoryview], int]] = {}
 
     def take(self, nbytes: int) -> memoryview:
-        """A block of `nbytes` bytes, which returns when nobody refers to it."""
+        """Return a block of `nbytes` bytes, which returns when nobody refers to it."""
         length = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         free = self._free.get(length)
         if free:
@@ -99,7 +99,7 @@ class Arena:
         return True
 
     def number_at(self, address: int) -> int | None:
-        """The number of the block that begins at an address."""
+        """Return the number of the block that begins at an address."""
         found = self._alive.get(address - self.start)
         return None if found is None else found[1]
 
@@ -169,17 +169,17 @@ class Log:
         return len(self.changes)
 
     def peak(self, start: int, stop: int) -> int:
-        """The most bytes in use between two places in the log."""
+        """Return the most bytes in use between two places in the log."""
         before = self.sizes[start - 1] if start else 0
         return max(self.sizes[start:stop], default=before) if stop > start else before
 
     def place_of_peak(self, start: int, stop: int) -> int:
-        """The place right after the first change between two places that reached the most bytes in use."""
+        """Return the place right after the first change between two places that reached the most bytes in use."""
         within = self.sizes[start:stop]
         return start + within.index(max(within)) + 1 if within else start
 
     def alive_at(self, place: int) -> dict[str, int]:
-        """The bytes in use at a place of the log, by tag."""
+        """Return the bytes in use at a place of the log, by tag."""
         alive: dict[str, int] = defaultdict(int)
         for change in itertools.islice(self.changes, place):
             number = change if change >= 0 else ~change

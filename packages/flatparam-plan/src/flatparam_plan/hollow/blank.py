@@ -40,7 +40,7 @@ class Blank(TorchFunctionMode):
 
 
 def hollow_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
+    """Return a copy of `model` without a byte on an accelerator: what is there is on the meta device in the copy."""
     memo = {} if memo is None else memo
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type not in ("cpu", "meta"):

@@ -137,7 +137,7 @@ class HollowMemory(TorchDispatchMode):
     # Blocks
 
     def is_hollow(self, tensor: Tensor) -> bool:
-        """Whether the values of a tensor are unknown."""
+        """Return whether the values of a tensor are unknown."""
         if self._start <= tensor.data_ptr() < self._stop:
             return True
         return bool(self._unknown) and tensor.untyped_storage().data_ptr() in self._unknown
@@ -192,7 +192,7 @@ class HollowMemory(TorchDispatchMode):
         return storage
 
     def _addresses(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor that has addresses and no memory."""
+        """Return a 1-D tensor that has addresses and no memory."""
         if _CAN_SWAP:
             return torch.frombuffer(self._arena.take(numel * dtype.itemsize), dtype=dtype)
         tensor = torch.empty(numel, dtype=dtype)
@@ -207,7 +207,7 @@ class HollowMemory(TorchDispatchMode):
             self._unknown.add(address)
 
     def _make(self, like: Tensor, room: int = 0) -> Tensor:
-        """A hollow tensor as the one on the meta device is, with room for so many elements at least."""
+        """Return a hollow tensor as the one on the meta device is, with room for so many elements at least."""
         size, stride, offset = like.shape, like.stride(), like.storage_offset()
         extent = room
         if like.numel() and not room:
@@ -262,7 +262,7 @@ class HollowMemory(TorchDispatchMode):
     def _composed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
-        """The results of an operation that torch may write in place if nobody watches."""
+        """Return the results of an operation that torch may write in place if nobody watches."""
         written = self._composing.in_place(func, args, frame)
         if written is not None:
             # Autograd wants another tensor than the one that it gave.
@@ -276,7 +276,7 @@ class HollowMemory(TorchDispatchMode):
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of the operation, with their memory noted."""
+        """Return the results of the operation, with their memory noted."""
         trait = self._traits.get(func)
         if trait is None:
             trait = self._traits[func] = Trait.of(func)
@@ -304,7 +304,7 @@ class HollowMemory(TorchDispatchMode):
         return self._compute(trait, key, args, kwargs, hollow=hollow)
 
     def _elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation on tensors of the meta device, some results of which may come to the CPU."""
+        """Return an operation on tensors of the meta device, some results of which may come to the CPU."""
         wanted = kwargs.get("device")
         if func is ATEN._to_copy.default and wanted is not None and torch.device(wanted).type == "cpu":
             raise PlanError(
@@ -320,7 +320,7 @@ class HollowMemory(TorchDispatchMode):
     def _write(
         self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool
     ) -> Any:
-        """An operation that only writes to tensors which are there."""
+        """Return an operation that only writes to tensors which are there."""
         written = trait.written(args, kwargs)
         if not hollow:
             result = trait.operation(*args, **kwargs)
@@ -342,7 +342,7 @@ class HollowMemory(TorchDispatchMode):
     def _compute(
         self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool
     ) -> Any:
-        """An operation that makes new tensors."""
+        """Return an operation that makes new tensors."""
         wanted = kwargs.get("device")
         if wanted is not None and torch.device(wanted).type != "cpu":
             return trait.operation(*args, **kwargs)
@@ -388,7 +388,7 @@ class HollowMemory(TorchDispatchMode):
     def _shapes_of_results(
         self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Shapes:
-        """The results of the operation on the meta device; equal arguments are looked at once."""
+        """Return the results of the operation on the meta device; equal arguments are looked at once."""
         shapes = self._shapes.get(key)
         if shapes is not None:
             return shapes
@@ -413,7 +413,7 @@ class HollowMemory(TorchDispatchMode):
             self._kept_number = weakref.ref(result)
 
     def _kept_nbytes(self, trait: Trait, args: tuple[Any, ...]) -> int:
-        """The bytes of the number in `args` if autograd has kept it for this kernel, which need not make it."""
+        """Return the bytes of the number in `args` if autograd has kept it for this kernel, which need not make it."""
         if not trait.keeps_number or isinstance(args[1], Tensor):
             return 0
         node: Any = torch._C._current_autograd_node()

@@ -38,7 +38,7 @@ class Kernel:
 
 
 def operands_of(values: Any) -> list[Tensor]:
-    """The tensors in a value that an operation takes or returns, in lists too."""
+    """Return the tensors in a value that an operation takes or returns, in lists too."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, (tuple, list)):
@@ -60,7 +60,7 @@ class Work:
 
     @classmethod
     def of(cls, kernel: Kernel) -> Work:
-        """The work of a kernel; torch's own formulas count the operations of matrix products and attention."""
+        """Return the work of a kernel; torch's own formulas count the operations of matrix products and attention."""
         count: Callable[..., int] | None = flop_registry.get(kernel.operation.overloadpacket)
         flops = 0
         if count is not None:
@@ -171,7 +171,7 @@ _CLEAN_BY_ROWS: Final = frozenset(
 
 
 def by_rule(kernel: Kernel) -> int | None:
-    """The bytes that a kernel takes beside its results; `None` if no rule knows."""
+    """Return the bytes that a kernel takes beside its results; `None` if no rule knows."""
     if _is_complex(kernel):
         return None
     found = _by_name(kernel)
@@ -179,12 +179,12 @@ def by_rule(kernel: Kernel) -> int | None:
 
 
 def returns_as_shaped(kernel: Kernel) -> bool:
-    """Whether what a kernel returns is as its shape says: by the rules, or as those of `_CLEAN_BY_ROWS` do."""
+    """Return whether what a kernel returns is as its shape says: by the rules, or as those of `_CLEAN_BY_ROWS` do."""
     return not _is_complex(kernel) and (kernel.name in _CLEAN_BY_ROWS or by_rule(kernel) is not None)
 
 
 def _is_complex(kernel: Kernel) -> bool:
-    """Whether it computes with complex numbers, of which the rules know nothing."""
+    """Return whether it computes with complex numbers, of which the rules know nothing."""
     return any(each.is_complex() for each in (*kernel.results, *operands_of(kernel.args)))
 
 
@@ -222,7 +222,7 @@ def _by_name(kernel: Kernel) -> int | None:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """The bytes of contiguous copies of those tensors that are not contiguous."""
+    """Return the bytes of contiguous copies of those tensors that are not contiguous."""
     return sum(each.nbytes for each in tensors if not each.is_contiguous())
 
 
@@ -258,14 +258,14 @@ def _common_dtype(name: str, operands: list[Any]) -> torch.dtype:
 
 
 def _promoted(one: Any, other: Any) -> Any:
-    """A tensor on the meta device with the dtype in which torch computes with both."""
+    """Return a tensor on the meta device with the dtype in which torch computes with both."""
     dtype = torch.result_type(one, other)
     rank = max(each.dim() if isinstance(each, Tensor) else 0 for each in (one, other))
     return torch.empty((1,) * rank, dtype=dtype, device="meta")
 
 
 def _of_reduction(kernel: Kernel) -> int:
-    """A reduction to a different dtype casts all of its input; a mean is a sum that is divided by a number."""
+    """Return a reduction to a different dtype casts all of its input; a mean is a sum that is divided by a number."""
     given, result = kernel.args[0], kernel.results[0]
     taken = given.numel() * result.itemsize if result.dtype != given.dtype else 0
     if kernel.name == "mean":
@@ -310,7 +310,7 @@ def _of_layer_norm_backward(kernel: Kernel) -> int:
 
 
 def _splits(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """The rows of queries and of keys that the CPU's flash attention computes on at once."""
+    """Return the rows of queries and of keys that the CPU's flash attention computes on at once."""
     rows = query.shape[2]
     split = 256 if rows >= 768 else 64 if rows >= 192 else 32
     return min(split, rows), min(512, int(key.shape[2]))

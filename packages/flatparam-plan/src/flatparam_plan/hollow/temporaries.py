@@ -72,7 +72,7 @@ class Temporaries:
     unmeasured: set[str] = attrs.field(factory=set)
 
     def nbytes(self, kernel: Kernel, key: _Key = None) -> int:
-        """The bytes that `kernel` takes beside its results; equal keys are of kernels that take as many."""
+        """Return the bytes that `kernel` takes beside its results; equal keys are of kernels that take as many."""
         if not self.are_the_cpus:
             return 0
         if not kernel.results:
@@ -143,7 +143,7 @@ def _is_random(kernel: Kernel) -> bool:
 
 
 def _on_meta(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same tensors on the meta device, in memory of the same size, which they share as these do."""
+    """Return the same tensors on the meta device, in memory of the same size, which they share as these do."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def there(value: Any) -> Any:

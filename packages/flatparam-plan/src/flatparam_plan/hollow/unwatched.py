@@ -51,7 +51,7 @@ MATTERS: Final = frozenset(
 
 
 def looks_at_values(func: Any, frame: FrameType | None) -> str | None:
-    """The name of the node of autograd whose work depends on values, if `func` is a part of one."""
+    """Return the name of the node of autograd whose work depends on values, if `func` is a part of one."""
     if func not in _LOOKS or frame is None or frame.f_code.co_name != _ENGINE:
         return None
     node: Any = torch._C._current_autograd_node()
@@ -117,7 +117,7 @@ class Composing:
 
 
 def _number_of_node(name: str) -> int | None:
-    """The number of the node of autograd that runs now, if it has that name."""
+    """Return the number of the node of autograd that runs now, if it has that name."""
     node: Any = torch._C._current_autograd_node()
     return int(node._sequence_nr()) if node is not None and node.name() == name else None
 
@@ -129,7 +129,7 @@ _ADD: Final = torch.ops.aten.add.Tensor
 
 
 def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int]) -> bool:
-    """Whether this sum of two tensors is one of two gradients, which autograd would write to the first of them.
+    """Return whether this sum of two tensors is one of two gradients, which autograd would write to the first of them.
 
     It does if nothing else has the first, or its memory. A few operations sum up temporaries in their backward passes:
     these cannot be told apart.
@@ -150,14 +150,14 @@ def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[in
 
 
 def _owners(tensor: Tensor) -> tuple[int, int]:
-    """How many have the tensor, and how many have its memory, the caller's names among them."""
+    """Return how many have the tensor, and how many have its memory, the caller's names among them."""
     storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), storage  # type: ignore[attr-defined]
 
 
 @functools.cache
 def owners_if_alone() -> tuple[int, int]:
-    """The owners of a gradient that nobody else has, as torch's version counts them; zeros if it does not.
+    """Return the owners of a gradient that nobody else has, as torch's version counts them; zeros if it does not.
 
     It is to be asked for outside of a backward pass, and before anybody watches the dispatcher.
     """
@@ -182,7 +182,7 @@ def owners_if_alone() -> tuple[int, int]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether each element of its extent is one of its own, once."""
+    """Return whether each element of its extent is one of its own, once."""
     extent = 1
     for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 1:

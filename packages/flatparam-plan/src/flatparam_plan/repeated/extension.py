@@ -23,7 +23,7 @@ __all__ = ["rehearse_repeated", "Peaks", "peaks"]
 def rehearse_repeated(
     program: TrainingProgram, template: Template, setup: Setup, *, steps: int = 2
 ) -> Rehearsal | None:
-    """The result of `rehearse`, from rehearsals with few of the blocks; `None` if too few repeat, or not alike.
+    """Return the result of `rehearse`, from rehearsals with few of the blocks; `None` if too few repeat, or not alike.
 
     Args:
         template: the model that the program makes.
@@ -58,7 +58,7 @@ class _Extension:
     """For each run, the rehearsal with some more of its blocks."""
 
     def rehearsal(self) -> Rehearsal | None:
-        """The rehearsal with all blocks, or `None` if a number does not grow with them."""
+        """Return the rehearsal with all blocks, or `None` if a number does not grow with them."""
         found = self.base.found
         if peaks(found.entries, found.log, found.stop) != _peaks_of(found.costs):
             return None
@@ -107,18 +107,18 @@ class _Extension:
         )
 
     def _more(self, run: int) -> int:
-        """The blocks of a run that were left out."""
+        """Return the blocks of a run that were left out."""
         return self.short.runs[run].count - SHORT
 
     def _name_at(self, token: int, block: tuple[int, int] | None) -> str:
-        """The name of the block that a token of the short tape tells of."""
+        """Return the name of the block that a token of the short tape tells of."""
         if block is None:
             return ""
         run, number = block
         return self._named(run, number + self._more(run) * (token in self.growths[run].late))
 
     def _name_of(self, block: tuple[int, int] | None) -> str:
-        """The name of a block, as it is numbered in the short tape."""
+        """Return the name of a block, as it is numbered in the short tape."""
         if block is None:
             return ""
         run, number = block
@@ -158,7 +158,7 @@ class _Extension:
         )
 
     def _changed(self) -> dict[int, Any] | None:
-        """The tokens of the short tape that grow, as they are with all blocks."""
+        """Return the tokens of the short tape that grow, as they are with all blocks."""
         found: dict[int, Any] = {}
         for run, growth in enumerate(self.growths):
             for token, form in growth.changed.items():
@@ -174,7 +174,7 @@ class _Extension:
         return found
 
     def _units(self) -> Iterator[UnitFacts]:
-        """The units, in the order of the model."""
+        """Yield the units, in the order of the model."""
         waiting: list[tuple[int, str, UnitFacts]] = []
         for unit in self.base.found.units:
             place = self.short.place(unit.name)
@@ -194,7 +194,7 @@ class _Extension:
         yield from self._further(waiting)
 
     def _further(self, units: Sequence[tuple[int, str, UnitFacts]]) -> Iterator[UnitFacts]:
-        """The units of the blocks that were left out, which are those of the block before."""
+        """Yield the units of the blocks that were left out, which are those of the block before."""
         if not units:
             return
         run = units[0][0]
@@ -205,7 +205,7 @@ class _Extension:
 
 
 def _pieces(insertion: Insertion, written: Written) -> Iterator[tuple[array[int], Any, Any]]:
-    """The tokens of an insertion, kernels that follow each other as one."""
+    """Yield the tokens of an insertion, kernels that follow each other as one."""
     tokens = zip(insertion.forms, insertion.blocks, strict=True)
     for are_kernels, group in itertools.groupby(tokens, lambda token: token[0][0] == "kernel"):
         if are_kernels:
@@ -220,7 +220,7 @@ def _grown(now: int, one: int, other: int, more: int, step: int) -> int | None:
 
 
 def _sizes(form: Any) -> tuple[int, ...]:
-    """The numbers in a token that may grow."""
+    """Return the numbers in a token that may grow."""
     if form[0] == "kernel":
         return (form[1].flops, form[1].nbytes)
     if form[0] == "entry":
@@ -252,7 +252,7 @@ def _grown_costs(
     blocks: Sequence[tuple[int, int]],
     laid_out: Peaks,
 ) -> Costs | None:
-    """The costs of all blocks: peaks are those that were laid out, and the rest grows with the blocks.
+    """Return the costs of all blocks: peaks are those that were laid out, and the rest grows with the blocks.
 
     Args:
         base: the costs of few blocks of each run.
@@ -297,7 +297,7 @@ def _grown_costs(
 
 
 def peaks(entries: Sequence[Entry], log: Log, stop: int) -> Peaks:
-    """The most bytes at once until the model is wrapped, and in the stages of each step."""
+    """Return the most bytes at once until the model is wrapped, and in the stages of each step."""
     stages = [entry for entry in entries if entry.kind == "stage"]
     ends = [*(entry.place for entry in stages[1:]), stop]
     building = 0
@@ -313,5 +313,5 @@ def peaks(entries: Sequence[Entry], log: Log, stop: int) -> Peaks:
 
 
 def _peaks_of(costs: Costs) -> Peaks:
-    """The same numbers, of costs."""
+    """Return the same numbers, of costs."""
     return costs.building, [dict(step.peaks) for step in costs.steps]

@@ -58,12 +58,12 @@ class Tape:
         return cls(found, short.counts, forms, blocks)
 
     def bare(self, known: dict[Any, int]) -> list[int]:
-        """A number for each token, equal for those that agree for whichever block of a run."""
+        """Return a number for each token, equal for those that agree for whichever block of a run."""
         return [known.setdefault(form, len(known)) for form in self.forms]
 
 
 def without_sizes(form: Any) -> Any:
-    """The form of an entry without its bytes."""
+    """Return the form of an entry without its bytes."""
     kind, (what, stage, step, _, asked), *rest = form
     return (kind, what, stage, step, None if asked is None else (asked[0], asked[2]), *rest)
 
@@ -75,7 +75,7 @@ def _form(entry: Entry) -> Any:
 
 
 def _changes(found: Rehearsal) -> list[Any]:
-    """A form for each birth and death: bytes, tag, and the stages in which the block was born and has died."""
+    """Return a form for each birth and death: bytes, tag, and the stages in which the block was born and has died."""
     log = found.log
     stages: list[int] = []
     stage = 0
@@ -125,7 +125,7 @@ class Growth:
 
 
 def compared(short: Tape, longer: Tape, run: int) -> Growth | None:
-    """How `longer`, which has more blocks of a run, differs from `short`; `None` if not by what repeats."""
+    """Return how `longer`, which has more blocks of a run, differs from `short`; `None` if not by what repeats."""
     return _Comparison.of(short, longer, run).growth()
 
 
@@ -206,7 +206,7 @@ class _Comparison:
         return all(self.theirs[start : start + length] == first for start in starts)
 
     def _agreed(self, i: int, j: int) -> int:
-        """How many tokens agree from here on, at most so many as say enough; that many, if both end."""
+        """Return how many tokens agree from here on, at most so many as say enough; that many, if both end."""
         for number in range(_WINDOW):
             if i + number == len(self.mine) and j + number == len(self.theirs):
                 return _WINDOW
@@ -215,7 +215,7 @@ class _Comparison:
         return _WINDOW
 
     def _grows(self, i: int, j: int) -> bool:
-        """Whether two tokens are the same work on lists of different lengths, or what it takes."""
+        """Return whether two tokens are the same work on lists of different lengths, or what it takes."""
         if i >= len(self.mine) or j >= len(self.theirs):
             return False
         mine, theirs = self.short.forms[i], self.longer.forms[j]
@@ -316,11 +316,11 @@ class Written:
                     kernels.extend(same)
 
     def number_of(self, work: Work) -> int:
-        """The number of a kernel's work."""
+        """Return the number of a kernel's work."""
         return self.works.setdefault(work, len(self.works))
 
     def _call(self, what: str, label: str, asked: tuple[str, int, tuple[int, ...]]) -> Call:
-        """The collective that is issued, or that was issued first of those that are waited for."""
+        """Return the collective that is issued, or that was issued first of those that are waited for."""
         op, nbytes, members = asked
         waiting = self._calls[label, asked]
         if what == "waited":

@@ -53,7 +53,7 @@ class _Issued:
             self.ranks.tell("waited", self.call)
 
     def done(self) -> bool:
-        """Whether somebody has waited: until then a real one may be under way."""
+        """Return whether somebody has waited: until then a real one may be under way."""
         return bool(self.waited)
 
 
@@ -136,14 +136,14 @@ class LoneRank:
         return self._moved(pending)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """This rank's value, as everybody's."""
+        """Return this rank's value, as everybody's."""
         return [value] * self.size
 
     def barrier(self, *, label: str = "") -> None:
         """Return at once."""
 
     def subgroup(self, ranks: Sequence[int]) -> LoneRank | None:
-        """The group of some of the ranks, if this rank is one of them."""
+        """Return the group of some of the ranks, if this rank is one of them."""
         members = tuple(self.members[rank] for rank in ranks)
         return attrs.evolve(self, members=members) if self.world_rank in members else None
 
@@ -179,7 +179,7 @@ def lone_topology(
     decorate: Callable[[Collectives], Collectives] = lambda group: group,
     on_call: Callable[[str, Call], None] | None = None,
 ) -> Topology:
-    """The groups of `rank` in a world of `world_size`, whose parameters are sharded over `shard_size` ranks.
+    """Return the groups of `rank` in a world of `world_size`, whose parameters are sharded over `shard_size` ranks.
 
     Raises:
         PlanError: if the numbers do not fit.

@@ -20,7 +20,7 @@ Wrapping: TypeAlias = Any
 
 
 def policy_for(wrap: Wrapping, model: nn.Module) -> Any:
-    """The policy that chooses the units of `model`.
+    """Return the policy that chooses the units of `model`.
 
     Raises:
         PlanError: if it cannot be planned, or if the model has no module of a class that is named.
@@ -46,7 +46,7 @@ def _among(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
 
 
 def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Module], ...]:
-    """The classes of the modules in `model` that have these names; several classes may have one.
+    """Return the classes of the modules in `model` that have these names; several classes may have one.
 
     Raises:
         PlanError: if the model has no module of such a class.
@@ -64,7 +64,7 @@ def classes_named(model: nn.Module, names: Iterable[str]) -> tuple[type[nn.Modul
 
 
 def _modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
-    """The modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
+    """Return the modules in `model` that have these names, as `blocks.3`, or are of a class with such a name.
 
     Raises:
         PlanError: if the model has no such module.

@@ -44,7 +44,7 @@ class TrainingProgram:
         sequence: int = 128,
         loss: Callable[[Any], Tensor] | None = None,
     ) -> TrainingProgram:
-        """The program that trains `model`.
+        """Return the program that trains `model`.
 
         Args:
             model: a module, on any device, which is copied and not changed; or a function that makes one.
@@ -69,7 +69,7 @@ class TrainingProgram:
         return cls(build, make, loss or scalar_of, model if isinstance(model, nn.Module) else None)
 
     def call(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """The loss of one micro-batch."""
+        """Return the loss of one micro-batch."""
         if isinstance(inputs, Tensor):
             output = model(inputs)
         elif isinstance(inputs, Mapping):
@@ -87,7 +87,7 @@ Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any] | Tensor"
 
 
 def scalar_of(output: Any) -> Tensor:
-    """The loss in what a model returns; see `TrainingProgram.of`."""
+    """Return the loss in what a model returns; see `TrainingProgram.of`."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         loss: Tensor = output["loss"]
         return loss

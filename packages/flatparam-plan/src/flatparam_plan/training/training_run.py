@@ -147,7 +147,7 @@ def _runs(what: str, advice: str = "") -> Iterator[None]:
 
 
 def _place_of(error: Exception) -> str:
-    """The innermost line that is neither torch's nor ours, to read after the error's own text."""
+    """Return the innermost line that is neither torch's nor ours, to read after the error's own text."""
     libraries = [Path(torch.__file__).parent]
     for name in _OURS:
         found = importlib.util.find_spec(name)

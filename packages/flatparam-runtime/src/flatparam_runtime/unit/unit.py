@@ -120,7 +120,7 @@ class Unit:
         return self.handles[0].forms.device if self.handles else _CPU
 
     def stamp(self) -> int:
-        """A number that changes with every in-place change of the unit's parameters."""
+        """Return a number that changes with every in-place change of the unit's parameters."""
         stamp = 0
         for handle in self.handles:
             stamp += handle.stamp()
@@ -391,7 +391,7 @@ class Unit:
     # Copies, and exceptions
 
     def __getstate__(self) -> tuple[object, ...]:
-        """The state of a copy, which includes the module, and nothing that a pass leaves behind.
+        """Return the state of a copy, which includes the module, and nothing that a pass leaves behind.
 
         Raises:
             FlatParamError: inside a pass, or while full parameters are summoned.
@@ -447,5 +447,5 @@ class Unit:
 
 
 def device_of(units: Iterable[Unit]) -> torch.device:
-    """The device of the full parameters of `units`, which share one; the CPU if none has parameters."""
+    """Return the device of the full parameters of `units`, which share one; the CPU if none has parameters."""
     return next((unit.device for unit in units if unit.handles), _CPU)

@@ -38,7 +38,7 @@ _TOPS: Final = (*MODEL_KEYS, *OPTIMIZER_KEYS, "extra")
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether the path is a directory of torch.distributed.checkpoint."""
+    """Return whether the path is a directory of torch.distributed.checkpoint."""
     return (path / METADATA_FILE).is_file()
 
 
@@ -81,11 +81,11 @@ class ChunkedTensor(Stored):
     opened: dict[Item, StridedTensor] = attrs.field(factory=dict, eq=False, repr=False)
 
     def read(self, span: Span) -> Iterator[torch.Tensor]:
-        """The elements `span`, of the boxes that have some of them."""
+        """Return the elements `span`, of the boxes that have some of them."""
         return read_boxes(self.info, span, self._read_box)
 
     def storages(self) -> Iterator[Storage]:
-        """The storage of each box."""
+        """Return the storage of each box."""
         return (self._stored(chunk).storage for chunk in self.chunks)
 
     def _read_box(self, box: Box, out: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class ChunkedTensor(Stored):
                 self._stored(chunk).read_box(common.relative_to(chunk.box.offsets), place)
 
     def _stored(self, chunk: Chunk) -> StridedTensor:
-        """The tensor that a chunk was saved as."""
+        """Return the tensor that a chunk was saved as."""
         item = chunk.item
         if item not in self.opened:
             what = f"the chunk of {self.key!r} at byte {item.offset} of {item.file}"

@@ -72,7 +72,7 @@ def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
 
 
 def _flattened(tree: Mapping[str, Any], parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """The entries of a tree by path, as torch flattens it: a list of plain values is one entry."""
+    """Yield the entries of a tree by path, as torch flattens it: a list of plain values is one entry."""
     for key, value in tree.items():
         yield from _entries((*parts, str(key)), value)
 
@@ -97,7 +97,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _box_of(shape: tuple[int, ...], rank: int, world_size: int) -> Box | None:
-    """The part of a tensor that a rank writes: rows as `torch.chunk` cuts them; None if it writes nothing."""
+    """Return the part of a tensor that a rank writes: rows as `torch.chunk` cuts them; None if it writes nothing."""
     if not shape or not math.prod(shape):
         return Box((0,) * len(shape), shape) if rank == 0 else None
     step = -(-shape[0] // world_size)
@@ -136,7 +136,7 @@ class _EntryWriter:
         self._places.append((key, offset, name, begin, file.tell() - begin))
 
     def metadata(self) -> PickledCall:
-        """The object that `.metadata` is the pickle of."""
+        """Return the object that `.metadata` is the pickle of."""
         entries: dict[str, PickledCall] = {}
         for key in self.paths:
             if key in self._chunks:

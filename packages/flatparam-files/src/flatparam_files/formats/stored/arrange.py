@@ -61,7 +61,7 @@ def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str
 
 
 def _at_prefix(root: Any, file: Path, prefix: str) -> Any:
-    """What is in the tree under the keys of `prefix`."""
+    """Return what is in the tree under the keys of `prefix`."""
     for part in split_path(prefix):
         by_text = {str(key): value for key, value in root.items()} if isinstance(root, Mapping) else {}
         if part not in by_text:
@@ -101,7 +101,7 @@ def _found_below(root: Any, file: Path) -> Any:
 
 
 def _has_parts(tree: Mapping[Any, Any]) -> bool:
-    """Whether a model or an optimizer is directly below."""
+    """Return whether a model or an optimizer is directly below."""
     if _is_optimizer(tree) or _are_optimizers(tree):
         return True
     optimizers = (_only_one(tree.get(key)) for key in OPTIMIZER_KEYS)
@@ -150,7 +150,7 @@ def _only_one(value: Any) -> Any:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Whether it looks like the state dict of an optimizer, also of the form that has one level only."""
+    """Return whether it looks like the state dict of an optimizer, also of the form that has one level only."""
     if not isinstance(value, Mapping):
         return False
     if isinstance(value.get("state"), Mapping) or isinstance(value.get("param_groups"), list):
@@ -159,12 +159,12 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _are_optimizers(value: Any) -> bool:
-    """Whether it looks like the state dicts of several optimizers by their names."""
+    """Return whether it looks like the state dicts of several optimizers by their names."""
     return isinstance(value, Mapping) and bool(value) and all(map(_is_optimizer, value.values()))
 
 
 def _by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The state of an optimizer, or of each of several, by parameter name."""
+    """Return the state of an optimizer, or of each of several, by parameter name."""
     if _are_optimizers(optimizer):
         return {name: by_name(each, model, file) for name, each in optimizer.items()}
     return by_name(optimizer, model, file)
@@ -211,14 +211,14 @@ class _Walk:
         return tree
 
     def _keyed_by_text(self, found: dict[Any, Any], parts: tuple[str, ...]) -> dict[str, Any]:
-        """The values beside tensors, whose paths are text."""
+        """Return the values beside tensors, whose paths are text."""
         texts = {str(key): value for key, value in found.items()}
         if len(texts) < len(found):
             raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
         return texts
 
     def _item(self, value: Any, parts: tuple[str, ...]) -> Any:
-        """An item of a list, without its tensors."""
+        """Return an item of a list, without its tensors."""
         if not isinstance(value, Stored):
             return self.values(value, parts)
         self._take(value, parts)
@@ -311,7 +311,7 @@ def _names(
 
 
 def _distinct(model: Mapping[str, Any]) -> list[str]:
-    """The names of the model's tensors, without those that share the memory of one before (tied weights)."""
+    """Return the names of the model's tensors, without those that share the memory of one before (tied weights)."""
     seen: dict[Stored, str] = {}
     for name, value in model.items():
         if isinstance(value, Stored):
@@ -320,13 +320,13 @@ def _distinct(model: Mapping[str, Any]) -> list[str]:
 
 
 def _fits(state: Mapping[str, Any], parameter: Any) -> bool:
-    """Whether every tensor of a state is shaped like its parameter, or is a single number."""
+    """Return whether every tensor of a state is shaped like its parameter, or is a single number."""
     shapes = [value.info.shape for value in state.values() if isinstance(value, Stored)]
     return all(shape in ((), (1,), parameter.info.shape) for shape in shapes)
 
 
 def _unflattened(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The form of `flatten_optimizer_state_dict`: `state.<fqn>.<name>` and `param_groups.<fqn>.<option>`.
+    """Return the form of `flatten_optimizer_state_dict`: `state.<fqn>.<name>` and `param_groups.<fqn>.<option>`.
 
     It does not say which parameters shared a group: those with equal options come to be in one.
     """

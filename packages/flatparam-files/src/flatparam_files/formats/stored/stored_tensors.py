@@ -36,11 +36,11 @@ class Stored(ABC):
 
     @abstractmethod
     def read(self, span: Span) -> Iterator[Tensor]:
-        """The row-major elements `span`, in pieces; see `Source.read`."""
+        """Return the row-major elements `span`, in pieces; see `Source.read`."""
 
     @abstractmethod
     def storages(self) -> Iterator[Storage]:
-        """The parts of files that it lies in."""
+        """Return the parts of files that it lies in."""
 
 
 @final
@@ -80,12 +80,12 @@ class Storage:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor of `shape`."""
+    """Return the strides, in elements, of a contiguous tensor of `shape`."""
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
-    """The row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
+    """Yield the row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
     for piece in chunk_spans(span, info.dtype.itemsize):
         chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
         at = 0
@@ -122,7 +122,7 @@ class StridedTensor(Stored):
             raise ValueError(f"a tensor ends at byte {end} of a storage of {self.storage.nbytes} bytes")
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """The elements `span`, in one pass of the file if they lie side by side, and else box by box."""
+        """Yield the elements `span`, in one pass of the file if they lie side by side, and else box by box."""
         with ByteFile(self.storage.file) as file:
             self.storage.check(file)
             if self._is_contiguous():
@@ -165,7 +165,7 @@ class StridedTensor(Stored):
             self._read_box(file, box, out)
 
     def storages(self) -> Iterator[Storage]:
-        """The one storage."""
+        """Yield the one storage."""
         yield self.storage
 
     def _is_contiguous(self) -> bool:
@@ -194,7 +194,7 @@ class StridedTensor(Stored):
 
 
 def _part(box: Box, dim: int, start: int, size: int) -> Box:
-    """The elements `[start, start + size)` of a box in one dimension."""
+    """Return the elements `[start, start + size)` of a box in one dimension."""
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim] += start
     sizes[dim] = size
@@ -202,5 +202,5 @@ def _part(box: Box, dim: int, start: int, size: int) -> Box:
 
 
 def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last element of a strided box, both included."""
+    """Return how many elements lie between the first and the last element of a strided box, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

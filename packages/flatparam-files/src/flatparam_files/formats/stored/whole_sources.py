@@ -47,7 +47,7 @@ class StoredSource:
         return {path: to for path, to in known.items() if to != path}
 
     def map_tensors(self, change: Callable[[str, Stored], Stored]) -> StoredSource:
-        """The same with `change(path, stored)` in place of each tensor."""
+        """Return the same with `change(path, stored)` in place of each tensor."""
         return attrs.evolve(self, stored={path: change(path, each) for path, each in self.stored.items()})
 
 
@@ -108,7 +108,7 @@ def stored_source(source: Source) -> StoredSource:
 
 
 def select(source: Source, parts: Sequence[str]) -> StoredSource:
-    """The parts of a source that are named: `"model"`, `"optimizer"`, `"extra"`."""
+    """Return the parts of a source that are named: `"model"`, `"optimizer"`, `"extra"`."""
     whole = stored_source(source)
     return attrs.evolve(
         whole,
@@ -118,7 +118,7 @@ def select(source: Source, parts: Sequence[str]) -> StoredSource:
 
 
 def averages_as_model(source: Source, name: str = "") -> StoredSource:
-    """The averages of a model that a checkpoint of ours has, as if they were the model, without everything else.
+    """Return the averages of a model that a checkpoint of ours has, as if they were the model, without everything else.
 
     Args:
         name: of these averages, if there are several by name.
@@ -160,7 +160,7 @@ class _Cast(Stored):
 
 
 def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
-    """The same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
+    """Return the same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
 
     Raises:
         CheckpointError: if `dtype` is not one of floating-point numbers.
@@ -195,12 +195,12 @@ class _Watched(Stored):
 
 
 def watch(source: Source, observe: Callable[[int], object]) -> StoredSource:
-    """The same; `observe` is called with the bytes of each chunk once it was used."""
+    """Return the same; `observe` is called with the bytes of each chunk once it was used."""
     return stored_source(source).map_tensors(lambda _, stored: _Watched(stored.info, stored, observe))
 
 
 def tree_of(source: Source) -> dict[str, Any]:
-    """The tree of a source: its values, with a `Stored` in the place of each tensor."""
+    """Return the tree of a source: its values, with a `Stored` in the place of each tensor."""
     tree: dict[str, Any] = _copied(source.values)
     for path, stored in stored_source(source).stored.items():
         *parents, name = split_path(path)
@@ -212,7 +212,7 @@ def tree_of(source: Source) -> dict[str, Any]:
 
 
 def _copied(values: Any) -> Any:
-    """The same, with the tuples that hold containers as lists, so that tensors can be put in their places."""
+    """Return the same, with the tuples that hold containers as lists, so that tensors can be put in their places."""
     if isinstance(values, Mapping) and not isinstance(values, Counter):
         return {key: _copied(value) for key, value in values.items()}
     if type(values) not in (list, tuple):
