@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import run_processes
-from flatparam_optim.matrices.owners import Job, choose_owners, lower_bound, newton_schulz_flops
+from flatparam_optim.matrices.matrix_owners import Job, choose_owners, lower_bound, newton_schulz_flops
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "guides" / "optimizers.md"
 PEERS = ("<!-- peers: tools/matrix_optimizers.py -->", "<!-- end of peers -->")

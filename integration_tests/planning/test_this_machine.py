@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import PlanError, plan
-from flatparam_plan.fitting.fit import fit
+from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.hardware import samples
 from flatparam_plan.planner import plans_of
 from flatparam_plan.training import Setup, TrainingProgram

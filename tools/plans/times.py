@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from flatparam_comm import Topology, resolve_topology
-from flatparam_plan.fitting.fit import fit
+from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.hardware.samples import ROUGH, Sample
 from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.rehearsal import rehearse

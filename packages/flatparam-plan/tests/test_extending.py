@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm.testing import PATIENCE
-from flatparam_plan.fitting.fit import fit
+from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.rehearsal import Rehearsal, rehearse
 from flatparam_plan.repeated import extension

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel, PlanError, ShardingStrategy, plan
 from flatparam.wrap import planned
 from flatparam_comm import Collectives, run_threads
-from flatparam_plan.fitting.fit import fit
+from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.fitting.fitted import Fitted
 from flatparam_plan.fitting.replayed import Replay
 from flatparam_plan.hardware.profile import profile_named

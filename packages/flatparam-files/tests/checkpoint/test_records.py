@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
+from flatparam_files.checkpoint.manifest.records import FilePiece, FileRecord, RankValue, TensorRecord
+from flatparam_files.checkpoint.manifest.whole import Manifest
 from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.source import TensorInfo

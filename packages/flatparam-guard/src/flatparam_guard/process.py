@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 import attrs
 
 from flatparam_comm.process_group import groups
-from flatparam_guard.calls import GroupCalls
 from flatparam_guard.failure import FailureReport
+from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay import Relay
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -173,7 +173,7 @@ def secret_of_ranks() -> str:
 
 
 def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
-    """See `flatparam_comm.tell_failure`; it begins the relay if there is none yet."""
+    """Tell the other ranks of a failure; begins the relay if there is none yet."""
     if _NOW.relay is None:
         # Nothing was issued here yet, and the others may wait for the first collective.
         with contextlib.suppress(Exception):

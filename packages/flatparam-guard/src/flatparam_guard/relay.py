@@ -18,13 +18,13 @@ import attrs
 
 from flatparam_comm.errors import CommError
 from flatparam_guard.activity import ACTIVITY
-from flatparam_guard.calls import GroupCalls
+from flatparam_guard.deadlocks import Stands
 from flatparam_guard.failure import FailureReport
-from flatparam_guard.positions.board import Board
-from flatparam_guard.settings import RelaySettings
-from flatparam_guard.stalls import StallWatch
+from flatparam_guard.group_calls import GroupCalls
+from flatparam_guard.positions import Board
+from flatparam_guard.relay_settings import RelaySettings
 from flatparam_guard.star import CLOSED, GARBLED, Ended, Said, Star
-from flatparam_guard.waiting.stands import Stands
+from flatparam_guard.waits import StallWatch
 
 __all__ = ["Relay"]
 

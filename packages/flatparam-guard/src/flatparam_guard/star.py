@@ -23,7 +23,7 @@ import attrs
 
 from flatparam_comm.hosts import host_identity
 from flatparam_guard.network import host_names, network_of_host
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 
 __all__ = ["CLOSED", "GARBLED", "Ended", "Said", "Star"]
 

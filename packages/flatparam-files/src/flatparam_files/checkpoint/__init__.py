@@ -11,20 +11,11 @@ from flatparam_files.checkpoint.contribution import (
 )
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_files.checkpoint.lock import DirectoryLock
-from flatparam_files.checkpoint.manifest import (
-    EXTRA_STATE,
-    MANIFEST,
-    OF_RANKS,
-    Manifest,
-    RankValue,
-    TensorRecord,
-    check_step,
-    encode,
-    inline,
-    reference,
-    seal,
-    unseal,
-)
+from flatparam_files.checkpoint.manifest.fields import check_step
+from flatparam_files.checkpoint.manifest.records import RankValue, TensorRecord
+from flatparam_files.checkpoint.manifest.sealed import seal, unseal
+from flatparam_files.checkpoint.manifest.values import encode, inline, reference
+from flatparam_files.checkpoint.manifest.whole import EXTRA_STATE, MANIFEST, OF_RANKS, Manifest
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.checkpoint.reader import CheckpointReader, deletion_of, open_checkpoint, what_it_says
 from flatparam_files.checkpoint.soundness import Verification, verify_checkpoint

@@ -20,17 +20,10 @@ from flatparam_files import __version__
 from flatparam_files.checkpoint.contribution import Contribution, RankReport, Ticket, report_path
 from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_files.checkpoint.lock import DirectoryLock
-from flatparam_files.checkpoint.manifest import (
-    MANIFEST,
-    FilePiece,
-    Manifest,
-    RankValue,
-    TensorRecord,
-    decode,
-    graft,
-    rank_file,
-    write_sealed,
-)
+from flatparam_files.checkpoint.manifest.records import FilePiece, RankValue, TensorRecord, rank_file
+from flatparam_files.checkpoint.manifest.sealed import write_sealed
+from flatparam_files.checkpoint.manifest.values import decode, graft
+from flatparam_files.checkpoint.manifest.whole import MANIFEST, Manifest
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.checkpoint.rank_file import header_metadata, write_rank_file
 from flatparam_files.checkpoint.soundness import damage_of

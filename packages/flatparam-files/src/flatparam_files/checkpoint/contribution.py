@@ -13,7 +13,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest import FileRecord, RankValue, TensorRecord, encode, read_sealed, seal
+from flatparam_files.checkpoint.manifest.records import FileRecord, RankValue, TensorRecord
+from flatparam_files.checkpoint.manifest.sealed import read_sealed, seal
+from flatparam_files.checkpoint.manifest.values import encode
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.disk import CHUNK_NBYTES, CheckpointError, TensorInfo, new_file
 

@@ -13,7 +13,8 @@ from typing import Final, final
 
 import attrs
 
-from flatparam_files.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
+from flatparam_files.checkpoint.manifest.sealed import read_sealed, write_sealed
+from flatparam_files.checkpoint.manifest.whole import MANIFEST, Manifest
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.disk import (
     ByteFile,

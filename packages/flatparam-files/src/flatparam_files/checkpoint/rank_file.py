@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.contribution import OwnedPiece
-from flatparam_files.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord, file_dtype
+from flatparam_files.checkpoint.manifest.fields import file_dtype
+from flatparam_files.checkpoint.manifest.records import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.disk import (
     ReopenedFile,

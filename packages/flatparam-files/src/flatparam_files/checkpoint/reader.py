@@ -16,17 +16,9 @@ from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_files.checkpoint.manifest import (
-    BLOCK_NBYTES,
-    MANIFEST,
-    OF_RANKS,
-    OMIT,
-    FilePiece,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    decode,
-)
+from flatparam_files.checkpoint.manifest.records import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord
+from flatparam_files.checkpoint.manifest.values import OMIT, decode
+from flatparam_files.checkpoint.manifest.whole import MANIFEST, OF_RANKS, Manifest
 from flatparam_files.disk import (
     CHUNK_NBYTES,
     OPEN_FILES,

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias, final
 import attrs
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest import MANIFEST
+from flatparam_files.checkpoint.manifest.whole import MANIFEST
 from flatparam_files.checkpoint.reader import CheckpointReader, find_checkpoint
 from flatparam_files.disk import AnyPath, CheckpointError, UnreadableError, unreadable
 

@@ -15,15 +15,9 @@ from flatparam_core import Span
 from flatparam_files.checkpoint.commit import Committer
 from flatparam_files.checkpoint.contribution import RankReport, Ticket
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest import (
-    TensorRecord,
-    check_step,
-    dtype_name,
-    encode,
-    graft,
-    rank_file,
-    reference,
-)
+from flatparam_files.checkpoint.manifest.fields import check_step, dtype_name
+from flatparam_files.checkpoint.manifest.records import TensorRecord, rank_file
+from flatparam_files.checkpoint.manifest.values import encode, graft, reference
 from flatparam_files.checkpoint.manifest.whole import EXTRA_STATE
 from flatparam_files.checkpoint.rank_file import RankFileWriter, header_metadata
 from flatparam_files.disk import (

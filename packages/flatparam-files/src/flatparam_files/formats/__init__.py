@@ -14,15 +14,17 @@ from flatparam_files.formats.hugging_face import (
 )
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.own_checkpoint import write_checkpoint
-from flatparam_files.formats.stored import (
+from flatparam_files.formats.stored.stored_tensors import (
     Storage,
     Stored,
-    StoredSource,
     StridedTensor,
-    averages_as_model,
-    cast_model,
     read_boxes,
     row_major,
+)
+from flatparam_files.formats.stored.whole_sources import (
+    StoredSource,
+    averages_as_model,
+    cast_model,
     select,
     watch,
 )

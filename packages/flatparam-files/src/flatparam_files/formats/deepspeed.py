@@ -36,7 +36,9 @@ from flatparam_files.formats.deepspeed_files import (
     step_directory,
 )
 from flatparam_files.formats.pickle_reader import Global, InertObject
-from flatparam_files.formats.stored import Storage, Stored, StoredSource, StridedTensor, arranged
+from flatparam_files.formats.stored.arrange import arranged
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor
+from flatparam_files.formats.stored.whole_sources import StoredSource
 
 __all__ = ["is_deepspeed", "open_deepspeed", "CutTensor"]
 

@@ -13,7 +13,7 @@ import attrs
 from flatparam_files.disk import ByteFile, CheckpointError
 from flatparam_files.disk.checkpoint_error import damage_named
 from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject
-from flatparam_files.formats.stored import StridedTensor
+from flatparam_files.formats.stored.stored_tensors import StridedTensor
 from flatparam_files.formats.torch_archive import open_archive
 from flatparam_files.formats.torch_names import TORCH_NAMES
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from flatparam_files.checkpoint.manifest import MANIFEST
+from flatparam_files.checkpoint.manifest.whole import MANIFEST
 from flatparam_files.checkpoint.reader import is_checkpoint, open_checkpoint
 from flatparam_files.disk import AnyPath, CheckpointError, Source
 from flatparam_files.formats.dcp.dcp_reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
 from flatparam_files.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_files.formats.stored import stored_source
+from flatparam_files.formats.stored.whole_sources import stored_source
 from flatparam_files.formats.torch_archive import is_archive
 from flatparam_files.formats.torch_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
 

@@ -22,7 +22,8 @@ from flatparam_files.disk import (
     split_path,
 )
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.stored import Storage, Stored, StoredSource, StridedTensor, row_major, select
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, row_major
+from flatparam_files.formats.stored.whole_sources import StoredSource, select
 
 __all__ = [
     "INDEX_FILE",

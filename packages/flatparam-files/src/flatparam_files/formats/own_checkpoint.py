@@ -8,11 +8,11 @@ from pathlib import Path
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest import rank_file
+from flatparam_files.checkpoint.manifest.records import rank_file
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
 from flatparam_files.formats.output import refuse_existing
-from flatparam_files.formats.stored import stored_source
+from flatparam_files.formats.stored.whole_sources import stored_source
 
 __all__ = ["write_checkpoint"]
 

@@ -19,7 +19,7 @@ from flatparam_files.disk.checkpoint_error import damage_named
 from flatparam_files.formats.output import Appended, SparseFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, Global, read_pickle
 from flatparam_files.formats.pickle_writer import Persistent, PickledCall, pickle_of
-from flatparam_files.formats.stored import Storage, Stored, row_major
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, row_major
 from flatparam_files.formats.torch_names import STORAGE_NAMES, TORCH_NAMES, TypedStorage
 
 __all__ = ["Archive", "is_archive", "open_archive", "write_archive"]

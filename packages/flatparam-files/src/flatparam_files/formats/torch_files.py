@@ -9,7 +9,9 @@ from typing import Any, Final
 from flatparam_files.disk import AnyPath, CheckpointError, Source
 from flatparam_files.formats.hugging_face import read_shards
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.stored import Stored, StoredSource, arranged, stored_source, tree_of
+from flatparam_files.formats.stored.arrange import arranged
+from flatparam_files.formats.stored.stored_tensors import Stored
+from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source, tree_of
 from flatparam_files.formats.torch_archive import is_archive, open_archive, write_archive
 
 __all__ = ["ACCELERATE_FILES", "PYTORCH_FILES", "open_torch_file", "write_torch_file"]

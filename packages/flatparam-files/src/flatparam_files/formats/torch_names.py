@@ -11,7 +11,7 @@ import torch
 
 from flatparam_files.disk import TensorInfo
 from flatparam_files.formats.pickle_reader import AdmittedNames, Global, is_key
-from flatparam_files.formats.stored import Storage, StridedTensor
+from flatparam_files.formats.stored.stored_tensors import Storage, StridedTensor
 
 __all__ = ["STORAGE_NAMES", "TORCH_NAMES", "TypedStorage", "dtype_names", "plain_dict"]
 

@@ -16,7 +16,7 @@ import attrs
 from typing_extensions import Self
 
 from flatparam_comm import FlatLayout, Span, Threshold
-from flatparam_optim.matrices.owners import Job, choose_owners
+from flatparam_optim.matrices.matrix_owners import Job, choose_owners
 
 __all__ = ["BUCKET", "Matrix", "Routes"]
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import FlatParamError, Topology, streams_of
-from flatparam_optim.matrices.members import Member
-from flatparam_optim.matrices.presence import Presence
+from flatparam_optim.matrices.members import Member, Presence, Settings, StateOf, WholeStep
 from flatparam_optim.matrices.routes import Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
-from flatparam_optim.matrices.whole_step import Settings, StateOf, WholeStep
 
 __all__ = ["MatrixStepper"]
 

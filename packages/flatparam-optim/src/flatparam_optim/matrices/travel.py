@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import COMPLETED, Pending, Span, Topology, streams_of
-from flatparam_optim.matrices.members import Member
+from flatparam_optim.matrices.members import Member, StateOf, WholeStep
 from flatparam_optim.matrices.routes import Routes
-from flatparam_optim.matrices.whole_step import StateOf, WholeStep
 
 __all__ = ["Travel"]
 

@@ -87,7 +87,7 @@ def _check_output(chosen: argparse.Namespace) -> None:
 
 
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
-    from flatparam_plan.fitting.fit import fit
+    from flatparam_plan.fitting.fastest import fit
 
     fitted = fit(program, setups[0], memory=chosen.fit, profile=chosen.profile)
     if chosen.json:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatparam.resolving import Environment
 from flatparam_comm import Topology
-from flatparam_plan.fitting.fit import fit
+from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.hardware import AnyProfile, device_of
 from flatparam_plan.hollow import hollow_copy
 from flatparam_plan.training import STRATEGIES, PlanError, Setup, TrainingProgram

@@ -18,16 +18,9 @@ from flatparam_files.formats.dcp.dcp_metadata import (
     Item,
     read_dcp_metadata,
 )
-from flatparam_files.formats.stored import (
-    MODEL_KEYS,
-    OPTIMIZER_KEYS,
-    Storage,
-    Stored,
-    StoredSource,
-    StridedTensor,
-    arranged,
-    read_boxes,
-)
+from flatparam_files.formats.stored.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, read_boxes
+from flatparam_files.formats.stored.whole_sources import StoredSource
 from flatparam_files.formats.torch_archive import open_archive
 
 __all__ = ["ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]

@@ -16,7 +16,8 @@ from flatparam_files.formats.dcp.dcp_metadata import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.pickle_reader import Global
 from flatparam_files.formats.pickle_writer import PickledCall, pickle_of
-from flatparam_files.formats.stored import Storage, Stored, tree_of
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored
+from flatparam_files.formats.stored.whole_sources import tree_of
 from flatparam_files.formats.torch_archive import write_archive
 
 __all__ = ["write_dcp"]

@@ -1,22 +1,97 @@
-"""A segment that is one long parameter on the CPU, in pieces.
-
-A step of `torch.optim` goes over a tensor a dozen times, and writes temporaries of its length. All of that stays in the
-cache for a piece; for the whole, each pass goes to memory, and the system is asked for the temporaries' pages anew.
-"""
+"""A segment: what an optimizer steps in place of parameters; and one that is a long parameter on the CPU, in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, final
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from flatparam_comm import FlatParameter, Threshold, owner_of
-from flatparam_optim.segments.segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like
 
-__all__ = ["DividedSegment", "can_be_divided", "is_long"]
+__all__ = [
+    "DTYPES",
+    "STEP_NUMEL",
+    "Segment",
+    "State",
+    "SteppedTensor",
+    "is_like",
+    "DividedSegment",
+    "can_be_divided",
+    "is_long",
+]
+
+State: TypeAlias = "MutableMapping[Tensor, dict[str, Any]]"
+"""The state of an optimizer: for each parameter, its state tensors by name."""
+
+STEP_NUMEL: Final = Threshold(
+    "runtime.step_numel",
+    1 << 18,
+    "An optimizer steps neighbours as one tensor of up to so many elements, and a longer one on the CPU in pieces.",
+)
+"""The elements of a stepped tensor, at most: the temporaries of a step still fit into a cache, and the cost of a step
+beside its elements is lost among them."""
+
+DTYPES: Final = (torch.float32, torch.float64)
+"""In these dtypes a vector instruction rounds like its scalar twin, so that it does not matter where a tensor ends."""
+
+
+@final
+@attrs.frozen(eq=False)
+class SteppedTensor:
+    """A stepped tensor is a part of a segment that the optimizer steps as one: a tensor with its `.grad` and state."""
+
+    parameter: Tensor
+    before: Mapping[str, Tensor]
+    """The state before the step."""
+    state: dict[str, Any] = attrs.field()
+    """The state as the step leaves it."""
+
+    @state.default
+    def _copy(self) -> dict[str, Any]:
+        return dict(self.before)
+
+
+class Segment(Protocol):
+    """A segment is a span of a group's parameters that an optimizer steps as tensors of a different length."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters in the segment, which the optimizer does not step themselves."""
+        ...
+
+    def tensors(self, state: State) -> list[SteppedTensor] | None:
+        """Make the tensors to step, over the memory of the parameters, of their gradients and of their `state`.
+
+        Returns:
+            `None` if memory or state is no longer as it was when the segment was made.
+        """
+        ...
+
+    def settle(self, stepped: Sequence[SteppedTensor], state: State) -> None:
+        """After a step, copy to the parameters' own `state` whatever does not share its memory."""
+        ...
+
+
+def is_like(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether the elements of `tensor` lie as those of `parameter` do."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype == parameter.dtype
+        and tensor.shape == parameter.shape
+        and tensor.is_contiguous()
+        and parameter.is_contiguous()
+    )
+
+
+# A segment that is one long parameter on the CPU, in pieces.
+#
+# A step of `torch.optim` goes over a tensor a dozen times, and writes temporaries of its length. All of that stays in
+# the cache for a piece; for the whole, each pass goes to memory, and the system is asked for the temporaries' pages
+# anew.
+
 
 THREAD_GRAIN: Final = Threshold(
     "runtime.thread_grain_numel",
@@ -71,7 +146,7 @@ class DividedSegment:
         return (self.parameter,)
 
     def tensors(self, state: State) -> list[SteppedTensor] | None:
-        """Make the pieces. See `Segment.tensors`."""
+        """Make the pieces; `None` if the parameter or its state is not as it was."""
         if not can_be_divided(self.parameter, state):
             return None
         numel = _piece_numel()
@@ -95,7 +170,7 @@ class DividedSegment:
         return value.repeat(count).unbind()
 
     def settle(self, stepped: Sequence[SteppedTensor], state: State) -> None:
-        """Take the state from the pieces. See `Segment.settle`."""
+        """Take the state from the pieces."""
         # If the step was interrupted, the first piece is the one that has come furthest.
         own, first = state[self.parameter], stepped[0].state
         for name, value in first.items():

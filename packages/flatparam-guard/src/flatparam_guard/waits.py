@@ -1,4 +1,4 @@
-"""The waits of this process for other ranks: the collectives that its threads are in, flatparam's and torch's own.
+"""The waits of this process for other ranks; and whether it, or its host, waits for nothing that will come.
 
 They are looked at from the relay's thread. A call of torch's own is known by the frame of the thread that is in it, and
 its number by the count of collectives that torch keeps for each group.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,11 +19,13 @@ import torch
 
 from flatparam_comm.errors import describe_call
 from flatparam_comm.process_group import c10d, groups
+from flatparam_comm.rank_texts import told_by_ranks, told_ranks
 from flatparam_guard.activity import ACTIVITY
-from flatparam_guard.calls import GroupCalls
 from flatparam_guard.failure import FailureReport
+from flatparam_guard.group_calls import GroupCalls
+from flatparam_guard.positions import Standing
 
-__all__ = ["Stand", "Wait", "WaitWatch", "place_of"]
+__all__ = ["Stand", "Wait", "WaitWatch", "IdleWatch", "StallWatch"]
 
 #: Calls of torch in which a rank waits for one other rank, which torch does not count as a collective.
 _BETWEEN_TWO: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
@@ -165,7 +168,7 @@ def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
     if group is None:
         return None
     number = c10d.count_of(group)
-    where = f"torch.distributed.{name}(), called at {place_of(frame)}"
+    where = f"torch.distributed.{name}(), called at {_place_of(frame)}"
     key = groups.name_of(group)
     wait = Wait(key, number, tuple(groups.members_of(group)), where, is_torchs=True, at=number)
     return (id(frame), key, number), wait
@@ -177,13 +180,13 @@ def _wait_of_new_group(frame: FrameType) -> tuple[object, Wait] | None:
     world = groups.default_group()
     if maker is None or world is None or maker.f_locals.get("use_local_synchronization"):
         return None
-    where = f"torch.distributed.new_group(), called at {place_of(maker)}"
+    where = f"torch.distributed.new_group(), called at {_place_of(maker)}"
     name = "torch.distributed.new_group()"
     members = tuple(groups.members_of(world))
     return (id(frame), name), Wait(name, _UNCOUNTED, members, where, is_torchs=True)
 
 
-def place_of(frame: FrameType | None) -> str:
+def _place_of(frame: FrameType | None) -> str:
     """The innermost line of the program's own code: `train.py:30 in main`."""
     frames = [each for each in _outwards(frame) if not each.f_code.co_filename.startswith(_OF_TORCH)]
     if not frames:
@@ -196,3 +199,142 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# A process that issues nothing: whether it has failed in the program's own code, and lives.
+#
+# Nobody tells of such an exception: it came out of no call of flatparam's. But if the main thread handles it for
+# long, as in an `except` block, or a prompt has printed it, and the process does not compute, then it does not go on
+# by itself.
+
+
+#: The part of the time that a process may compute which does nothing: its threads wake now and then.
+_BUSY: Final = 0.1
+#: What Linux counts of the main thread: nanoseconds on a core, nanoseconds of waiting for one.
+_SCHEDULED: Final = Path("/proc/self/schedstat")
+#: The exceptions by which programs decide what to do next: there is no more data, no cache, no such package.
+_DECIDES: Final = (
+    *(StopIteration, StopAsyncIteration, GeneratorExit, LookupError),
+    *(AttributeError, ImportError, EOFError, OSError),
+)
+
+
+@final
+class IdleWatch:
+    """Remembers since when this process has issued nothing."""
+
+    def __init__(self, rank: int, patience: float) -> None:
+        """A process of `rank` that issues nothing for `patience` seconds is looked at."""
+        self._rank = rank
+        self.patience = patience
+        self._issued = -1
+        self._since = self._computed = 0.0
+        # An exception that was printed before has stopped nobody.
+        self._printed = id(_printed())
+        self._printed_after = -1
+
+    def look(self, now: float) -> FailureReport | None:
+        """The failure of the process, if it has one and does nothing about it."""
+        if ACTIVITY.issued != self._issued or any(ACTIVITY.waits.values()):
+            self._issued, self._since, self._computed = ACTIVITY.issued, now, _computed()
+        printed = _printed()
+        if id(printed) != self._printed:
+            self._printed, self._printed_after = id(printed), ACTIVITY.issued
+        error = _handled() or (printed if self._printed_after == ACTIVITY.issued else None)
+        idle = now - self._since
+        is_busy = _computed() - self._computed > _BUSY * idle
+        if error is None or idle < self.patience or is_busy:
+            return None
+        main = threading.main_thread().ident or 0
+        place = _place_of(sys._current_frames().get(main))
+        return FailureReport.of(
+            self._rank, error, f"the program's own code, and is at {place} for {idle:.0f} s,"
+        )
+
+
+def _computed() -> float:
+    """The seconds for which this process has computed, or for which its main thread was ready to and had no core."""
+    try:
+        waited = int(_SCHEDULED.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        # Only Linux counts them.
+        waited = 0.0
+    return time.process_time() + waited
+
+
+def _handled() -> BaseException | None:
+    """The exception that the main thread handles, unless programs decide by it, or it has issued something since."""
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    # From Python 3.11 on the exception itself is there; before, a triple with it in the middle.
+    error = found[1] if isinstance(found, tuple) else found
+    if not isinstance(error, BaseException) or isinstance(error, _DECIDES) or id(error) == ACTIVITY.handled:
+        return None
+    return error
+
+
+def _printed() -> BaseException | None:
+    """The exception that an interactive prompt has printed last."""
+    found = getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else None
+
+
+# Ranks of a host that stay at different collectives: a warning in the log lists what each of them has issued.
+#
+# A backend that waits on the device, as NCCL does, says nothing until its own timeout; then it is too late to look.
+
+
+@final
+@attrs.define
+class _Seen:
+    """The numbers of collectives that the ranks of a group had issued, since a moment."""
+
+    counts: dict[int, int]
+    since: float
+    is_told: bool = False
+
+
+@final
+@attrs.define(eq=False)
+class StallWatch:
+    """Remembers how far the ranks of each group were, and since when."""
+
+    rank: int
+    patience: float
+    """The seconds that ranks may stay at different collectives."""
+    _groups: dict[str, _Seen] = attrs.field(factory=dict)
+
+    def look(self, name: str, ranks: Mapping[int, Standing], now: float) -> str | None:
+        """The warning about the group `name`, if its ranks have not moved for long and are at different collectives.
+
+        One rank of a host warns, and once: the lowest of those that are furthest.
+
+        Args:
+            ranks: the last collective of each rank of this host, this one too, by its number in the world.
+            now: the time in seconds.
+        """
+        counts = {rank: standing.number for rank, standing in ranks.items()}
+        seen = self._groups.get(name)
+        if seen is None or seen.counts != counts:
+            self._groups[name] = _Seen(counts, now)
+            return None
+        furthest = max(counts.values())
+        is_mine = self.rank == min(rank for rank, count in counts.items() if count == furthest)
+        if (
+            seen.is_told
+            or not is_mine
+            or min(counts.values()) == furthest
+            or now < seen.since + self.patience
+        ):
+            return None
+        seen.is_told = True
+        late = [rank for rank, count in counts.items() if count < furthest]
+        claim = (
+            f"for {self.patience:g} s no rank of this host has gone on, and those of group {name!r} have issued "
+            "different numbers of collectives"
+        )
+        rows = [(rank, f"has issued {standing}") for rank, standing in sorted(ranks.items())]
+        advice = (
+            f"what is behind, {told_ranks(late)}, computes, loads data, writes a file, or does not make the call that "
+            "the others wait in: look at where it is, by `py-spy dump --pid`, say"
+        )
+        return told_by_ranks(claim, rows, advice)

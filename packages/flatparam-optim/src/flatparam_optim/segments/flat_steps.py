@@ -1,30 +1,108 @@
-"""A plan of segments: how a parameter group is divided for a step, and the step that follows the plan.
+"""An ordinary `torch.optim` optimizer steps tensors of the best length, whatever parameters it has.
 
-The classes of `torch.optim` collect the tensors of a parameter group in a method `_init_group`, after the step's hooks
-and its closure. `stepping` puts a `SegmentStepper` in the place of this method of one optimizer. There a twin of the
-optimizer steps the segments of the group, and the class's own method collects the other parameters for the step that is
-under way. So the optimizer's groups, state and hooks are what they always were, also if something is raised.
+An optimizer that steps neighbours in a shard, or a long parameter on the CPU, steps segments in their place from then
+on. Any other steps its parameters, such as short flat ones, as it always did. The runtime calls `prepare_step`
+before each step, by the entry point `steps` of `flatparam.optimizers`.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
 from torch import Tensor, nn, optim
 
-from flatparam_comm import owner_of, streams_of
-from flatparam_optim.segments.adjacent import join_adjacent
-from flatparam_optim.segments.divided import DividedSegment, can_be_divided, is_long
-from flatparam_optim.segments.segment import Segment, State, SteppedTensor
+from flatparam_comm import FlatParameter, owner_of, streams_of
+from flatparam_optim.segments.joined import join_adjacent
+from flatparam_optim.segments.step_segment import (
+    STEP_NUMEL,
+    DividedSegment,
+    Segment,
+    State,
+    SteppedTensor,
+    can_be_divided,
+    is_long,
+)
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS
 
-__all__ = ["SegmentPlan", "SegmentStepper"]
+__all__ = ["prepare_step", "set_flat_steps", "step_in_segments", "tensors_stepped"]
+
+STEPS_EACH: Final = "_flatparam_steps_each"
+"""Our mark on an optimizer that may not step segments."""
+
+
+def set_flat_steps(optimizer: optim.Optimizer, enabled: bool) -> None:
+    """Say whether `optimizer` may step neighbours as one tensor, and long ones in pieces; it may unless told not to.
+
+    The numbers are the same either way.
+    """
+    setattr(optimizer, STEPS_EACH, not enabled)
+
+
+def tensors_stepped(optimizer: optim.Optimizer) -> int | None:
+    """The number of tensors that the last step of `optimizer` updated; `None` if it steps each parameter by itself."""
+    stepper = vars(optimizer).get(INIT_GROUP)
+    return stepper.count if isinstance(stepper, _SegmentStepper) else None
+
+
+def step_in_segments(optimizer: optim.Optimizer) -> None:
+    """Step an optimizer of `torch.optim` that is a part of another one, without the hooks that torch has around a step.
+
+    It steps neighbours as one tensor, and long parameters in pieces, as one by itself does.
+
+    Args:
+        optimizer: of a class that treats each element alone.
+    """
+    if not torch.compiler.is_compiling():
+        prepare_step(optimizer)
+    STEPS[type(optimizer)](optimizer)
+
+
+def prepare_step(optimizer: optim.Optimizer) -> None:
+    """Have an optimizer that is about to step do so in segments, if it may and has to gain by it."""
+    if type(optimizer) not in STEPS:
+        return
+    own = vars(optimizer)
+    stepper = own.get(INIT_GROUP)
+    if own.get(STEPS_EACH, False):
+        if isinstance(stepper, _SegmentStepper):
+            del own[INIT_GROUP]
+    elif isinstance(stepper, _SegmentStepper):
+        stepper.count = 0
+    elif stepper is None and _has_to_gain(optimizer):
+        own[INIT_GROUP] = _SegmentStepper(weakref.ref(optimizer))
+
+
+def _has_to_gain(optimizer: optim.Optimizer) -> bool:
+    """Whether it has several original parameters in a group, or a long parameter of any kind."""
+    limit = STEP_NUMEL.value
+    for group in optimizer.param_groups:
+        has_several = len(group["params"]) > 1
+        for parameter in group["params"]:
+            if not isinstance(parameter, FlatParameter):
+                if owner_of(parameter) is None:
+                    continue
+                if has_several:
+                    return True
+            if parameter.numel() > limit and is_long(parameter):
+                return True
+    return False
+
+
+# A plan of segments: how a parameter group is divided for a step, and the step that follows the plan.
+#
+# The classes of `torch.optim` collect the tensors of a parameter group in a method `_init_group`, after the step's
+# hooks and its closure. `prepare_step` puts a `_SegmentStepper` in the place of this method of one optimizer. There a
+# twin of the optimizer steps the segments of the group, and the class's own method collects the other parameters for
+# the step that is under way. So the optimizer's groups, state and hooks are what they always were, also if something
+# is raised.
+
 
 _Tensors: TypeAlias = list[tuple[Segment, list[SteppedTensor]]]
 """The tensors that are stepped in place of each segment's parameters."""
@@ -32,14 +110,14 @@ _Tensors: TypeAlias = list[tuple[Segment, list[SteppedTensor]]]
 
 @final
 @attrs.define(eq=False)
-class SegmentStepper:
+class _SegmentStepper:
     """A segment stepper takes the place of the method `_init_group` of one optimizer, and steps its segments there."""
 
     _optimizer: Callable[[], optim.Optimizer | None]
     """A weak reference: the optimizer holds the stepper."""
     count: int = 0
     """The tensors stepped since the step began."""
-    _plans: dict[int, SegmentPlan] = attrs.field(factory=dict)
+    _plans: dict[int, _SegmentPlan] = attrs.field(factory=dict)
     """The plan for each parameter group, by its number."""
 
     def __call__(self, group: dict[str, Any], parameters: list[Tensor], *lists: Any, **named: Any) -> Any:
@@ -69,14 +147,14 @@ class SegmentStepper:
             tensors = plan.tensors(optimizer.state)
             if tensors is not None:
                 return tensors, plan.alone
-        plan = self._plans[number] = SegmentPlan.of(group, optimizer.state, plan)
+        plan = self._plans[number] = _SegmentPlan.of(group, optimizer.state, plan)
         tensors = plan.tensors(optimizer.state)
         return ([], group["params"]) if tensors is None else (tensors, plan.alone)
 
 
 @final
 @attrs.define(eq=False)
-class SegmentPlan:
+class _SegmentPlan:
     """A plan of segments says how one parameter group is divided: into segments, and parameters stepped alone."""
 
     parameters: Sequence[nn.Parameter]
@@ -92,7 +170,7 @@ class SegmentPlan:
     _uses: int = 0
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], state: State, before: SegmentPlan | None) -> SegmentPlan:
+    def of(cls, group: Mapping[str, Any], state: State, before: _SegmentPlan | None) -> _SegmentPlan:
         """Divide the parameters of `group`, and make the state of each joined segment one tensor."""
         parameters: list[nn.Parameter] = list(group["params"])
         listed = Counter(map(id, parameters))

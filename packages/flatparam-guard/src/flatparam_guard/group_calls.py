@@ -20,10 +20,8 @@ from flatparam_comm.guarding import backend_error
 from flatparam_comm.process_group import c10d, groups
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.failure import FailureReport
-from flatparam_guard.positions.board import Board, Offer
-from flatparam_guard.positions.page import Page, code_of
-from flatparam_guard.positions.standing import Position, Standing, Standings
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.positions import Board, Offer, Page, Position, Standing, Standings, code_of
+from flatparam_guard.relay_settings import RelaySettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
