@@ -1,4 +1,4 @@
-"""The page of real models is that of the results of `nox -s models`."""
+"""The page of real models is that of the results of `nox -s run -- models`."""
 
 import json
 

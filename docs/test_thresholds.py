@@ -22,7 +22,7 @@ from flatparam import Checkpointer, FullyShardedDataParallel
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, run_threads
 from flatparam_core import Threshold, all_thresholds
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 
 PAGE = Path(__file__).parent / "reference" / "thresholds.md"
 ROW = re.compile(r"^\| `([a-z_.]+)` \| ([0-9,]+) \| (.+) \|$", re.MULTILINE)

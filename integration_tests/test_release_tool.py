@@ -72,13 +72,22 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = Changelog(text_of(clone, "flatparam-core", "CHANGELOG.md"))
     assert released.unreleased == ""
     assert released.versions == {"0.2.0": TODAY, "0.1.0.dev1": "2026-11-21"}
-    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-optim", "flatparam-plan"):
+    for package in (
+        "flatparam-clients",
+        "flatparam-comm",
+        "flatparam",
+        "flatparam-files",
+        "flatparam-optim",
+        "flatparam-plan",
+    ):
         assert '"flatparam-core>=0.1,<0.3"' in text_of(clone, package, "pyproject.toml")
         noted = Changelog(text_of(clone, package, "CHANGELOG.md"))
         assert noted.unreleased.endswith("### Changed\n\n- Takes `flatparam-core` 0.2, too.")
     assert git(clone, "tag", "--points-at", "HEAD") == "flatparam-core-v0.2.0"
     assert git(clone, "log", "--format=%s") == "Release flatparam-core 0.2.0\nAll"
     assert git(clone, "show", "--name-only", "--format=").splitlines() == [
+        "packages/flatparam-clients/CHANGELOG.md",
+        "packages/flatparam-clients/pyproject.toml",
         "packages/flatparam-comm/CHANGELOG.md",
         "packages/flatparam-comm/pyproject.toml",
         "packages/flatparam-core/CHANGELOG.md",
@@ -138,7 +147,7 @@ def test_the_first_release(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-comm,"),
+        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-checkpoint,"),
         (["core", "next"], "'next' is no version: write it as in 0.2.0 or 0.2.0rc1"),
         (["core", "0.2"], "'0.2' is not how a version is written here: as in 0.2.0"),
         (["core", "0.2.0-rc1"], "'0.2.0-rc1' is not how a version is written here"),

@@ -105,7 +105,7 @@ def test_it_sets_up_and_hands_over(machine: Machine, capsys: pytest.CaptureFixtu
     assert " nox " in tools
     assert torch.endswith(" torch==9.9")
     assert "import torch" in warm_up
-    assert nox == f"-m nox --noxfile {machine.root / 'noxfile.py'} -s train -- --steps 5"
+    assert nox == f"-m nox --noxfile {machine.root / 'noxfile.py'} -s run -- train --steps 5"
     numbered = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert any("Making the environment" in line for line in numbered)
     assert any("torch==9.9" in line for line in numbered)

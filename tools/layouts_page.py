@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import attrs
 import torch
+from pages import fill, table
 
 from flatparam_core import (
     ALIGNMENT_NBYTES,
@@ -26,9 +27,7 @@ from flatparam_core import (
 )
 from flatparam_core.geometry.placing import fewest_elements
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PAGE: Final = ROOT / "docs" / "layouts.md"
-BEGIN, END = "<!-- begin tables -->", "<!-- end tables -->"
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "layouts.md"
 
 Shapes: TypeAlias = "tuple[tuple[int, ...], ...]"
 
@@ -210,20 +209,16 @@ def cells(rule: LayoutRule, each: Cost) -> str:
     return f"{shown(each.padding)} ({shown(each.bound)})"
 
 
-def row(name: str, rule: LayoutRule, world_sizes: Sequence[int] = WORLD_SIZES) -> str:
-    """The line of a table for one model."""
-    found = (cells(rule, cost(MODELS[name], rule, ranks)) for ranks in world_sizes)
-    return f"| {name} | {' | '.join(found)} |"
+def row(name: str, rule: LayoutRule) -> list[str]:
+    """The cells of a model in a table."""
+    return [name, *(cells(rule, cost(MODELS[name], rule, ranks)) for ranks in WORLD_SIZES)]
 
 
 def tables() -> Iterator[str]:
-    """The lines of all tables."""
+    """The tables of all rules, each with its title."""
+    head = ["model", *(f"{ranks:,} ranks" for ranks in WORLD_SIZES)]
     for title, rule in RULES.items():
-        yield f"### {title}\n"
-        yield f"| model | {' | '.join(f'{ranks:,} ranks' for ranks in WORLD_SIZES)} |"
-        yield f"| --- {'| --: ' * len(WORLD_SIZES)}|"
-        yield from (row(name, rule) for name in MODELS)
-        yield ""
+        yield f"### {title}\n\n" + table([head, *(row(name, rule) for name in MODELS)], ("---", "--:"))
 
 
 def seconds_to_plan(name: str, rule: LayoutRule, ranks: int) -> float:
@@ -235,16 +230,9 @@ def seconds_to_plan(name: str, rule: LayoutRule, ranks: int) -> float:
     return time.perf_counter() - start
 
 
-def page(text: str) -> str:
-    """The page with new tables."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([f"{before}{BEGIN}\n", *tables(), f"{END}{after}"])
-
-
 def main() -> None:
     """Write the page, and say how long planning takes."""
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    fill(PAGE, {"tables": "\n\n".join(tables())})
     for name in ("Llama-3-70B", "Kimi-K2"):
         worst = max(seconds_to_plan(name, rule, ranks) for rule in RULES.values() for ranks in WORLD_SIZES)
         print(f"{name}: planning its units takes at most {1000 * worst:.0f} ms")

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+import pages
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = ROOT / "docs" / "guides" / "optimizers.md"
 PICTURE: Final = ROOT / "docs" / "pictures" / "muon.svg"
-BEGIN, END = "<!-- losses: tools/loss_curves.py -->", "<!-- end of losses -->"
+PART = ("<!-- losses: tools/loss_curves.py -->", "<!-- end of losses -->")
 RANKS: Final = (1, 2, 4)
 COMMON: Final = (
     "--size",
@@ -59,20 +61,16 @@ def trained(name: str, ranks: int, folder: Path) -> Curve:
 
 def table(curves: Mapping[str, Mapping[int, Curve]]) -> str:
     """The losses at the end, and how far apart those of different numbers of ranks ever are, in Markdown."""
-    heads = " | ".join(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS)
-    lines = [
-        f"| | {heads} | farthest apart at any evaluation |",
-        "| --- |" + " --: |" * (len(RANKS) + 1),
-    ]
+    heads = (f"{ranks} rank{'s' * (ranks > 1)}" for ranks in RANKS)
+    lines = [["", *heads, "farthest apart at any evaluation"]]
     for name, runs in curves.items():
         apart = max(
             abs(one[1] - other[1])
             for first, second in itertools.combinations(runs.values(), 2)
             for one, other in zip(first, second, strict=True)
         )
-        ends = " | ".join(f"{runs[ranks][-1][1]:.4f}" for ranks in RANKS)
-        lines.append(f"| {name} | {ends} | {apart:.1g} |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{runs[ranks][-1][1]:.4f}" for ranks in RANKS), f"{apart:.1g}"])
+    return pages.table(lines, ("---", "--:"))
 
 
 def picture(curves: Mapping[str, Mapping[int, Curve]]) -> str:
@@ -123,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = table(curves)
     print(found)
     PICTURE.write_text(picture(curves), encoding="utf-8")
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    pages.fill(PAGE, {PART: found})
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python tools/make_deepspeed_fixture.py DIRECTORY [NAME ...]
 
-It needs DeepSpeed (`nox -s deepspeed` has it in an environment of its own) and no GPU: the ranks are processes on CPU
+It needs DeepSpeed (`nox -s run -- deepspeed` has it) and no GPU: the ranks are processes on CPU
 that talk through gloo. Each checkpoint is DIRECTORY/NAME, and DIRECTORY/NAME.safetensors holds the full tensors, by the
 paths `model/<name>` and `optimizer/state/<name>/<state>`:
 

@@ -27,15 +27,17 @@ from typing import Any, Final
 import torch
 from attrs import define, field
 from layouts_page import MODELS
+from pages import fill, table
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import run_processes
-from flatparam_optim.matrices.owners import Job, choose_owners, lower_bound, newton_schulz_flops
+from flatparam_optim.matrices.matrix_owners import Job, choose_owners, lower_bound, newton_schulz_flops
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "guides" / "optimizers.md"
-BEGIN, END = "<!-- peers: tools/matrix_optimizers.py -->", "<!-- end of peers -->"
-OWNERS_BEGIN, OWNERS_END = "<!-- owners: tools/matrix_optimizers.py -->", "<!-- end of owners -->"
+PEERS = ("<!-- peers: tools/matrix_optimizers.py -->", "<!-- end of peers -->")
+OWNERS = ("<!-- owners: tools/matrix_optimizers.py -->", "<!-- end of owners -->")
+COLUMNS: Final = ("---", "--:")
 WORLD_SIZES: Final = (2, 8, 64, 125, 256, 1024)
 RANKS, BLOCKS, WIDTH, STEPS, ROUNDS = 2, 4, 128, 3, 5
 
@@ -286,19 +288,18 @@ def in_one_process() -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def table() -> str:
+def peers() -> str:
     """The table of all contenders, in Markdown."""
     expected = run_processes(1, _one)[0]
     ranks = run_processes(RANKS, measure, timeout=1800)
     alone = run_processes(1, measure, timeout=1800)[0]
     lines = [
-        "| | ms a step | ms with the backward pass | MB sent a step | MB of state | largest difference |",
-        "| --- | --: | --: | --: | --: | --: |",
+        ["", "ms a step", "ms with the backward pass", "MB sent a step", "MB of state", "largest difference"]
     ]
     for name in CONTENDERS:
         told = [rank[name] for rank in ranks]
         if told[0]["failed"]:
-            lines.append(f"| {name} | does not run: {told[0]['failed'][:80]} | | | | |")
+            lines.append([name, f"does not run: {told[0]['failed'][:80]}", *[""] * 4])
             continue
         if name.startswith("DeepSpeed"):
             # Its iteration and its other settings are not torch's; it is to agree with itself.
@@ -310,17 +311,14 @@ def table() -> str:
         state = max(each["state"] for each in told) / 1e6
         counts = [each["sent"] for each in told if each["sent"] is not None]
         sent = f"{max(counts) / 1e6:.2f}" if counts else "not counted"
-        times = f"{1e3 * seconds:.0f} | {1e3 * both:.0f}"
-        lines.append(f"| {name} | {times} | {sent} | {state:.2f} | {max(differences):.2g} |")
-    return "\n".join(lines)
+        times = [f"{1e3 * each:.0f}" for each in (seconds, both)]
+        lines.append([name, *times, sent, f"{state:.2f}", f"{max(differences):.2g}"])
+    return table(lines, COLUMNS)
 
 
 def owners() -> str:
     """How even the work of Newton-Schulz is on owners, in Markdown: the busiest over the lower bound, and the mean."""
-    lines = [
-        "| matrices of | " + " | ".join(f"{ranks:,} ranks" for ranks in WORLD_SIZES) + " |",
-        "| --- |" + " --: |" * len(WORLD_SIZES),
-    ]
+    lines = [["matrices of", *(f"{ranks:,} ranks" for ranks in WORLD_SIZES)]]
     for name in ("Llama-3-70B", "Kimi-K2"):
         # The last unit has embedding and head, which are left to AdamW.
         units = [shapes for count, shapes in MODELS[name].units[:-1] for _ in range(count)]
@@ -332,8 +330,8 @@ def owners() -> str:
                 load[owner] += job.cost
             bound = lower_bound([job.cost for job in jobs], ranks)
             cells.append(f"{max(load) / bound:.3f} ({max(load) * ranks / sum(load):.2f})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return table(lines, COLUMNS)
 
 
 def _jobs(shapes: Sequence[tuple[int, ...]], ranks: int) -> Iterator[Job]:
@@ -360,14 +358,10 @@ def main() -> int:
         "--owners", action="store_true", help="only the table of owners, which takes no training"
     )
     asked = parser.parse_args()
-    tables = {(OWNERS_BEGIN, OWNERS_END): owners()}
-    if not asked.owners:
-        tables[BEGIN, END] = table()
-    for (begin, end), found in tables.items():
-        print(found)
-        if not asked.print:
-            before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-            PAGE.write_text(f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    tables = {OWNERS: owners(), **({} if asked.owners else {PEERS: peers()})}
+    print("\n".join(tables.values()))
+    if not asked.print:
+        fill(PAGE, tables)
     return 0
 
 

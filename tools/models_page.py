@@ -1,6 +1,6 @@
 """The table of real models: `python tools/models_page.py build/models.xml` writes docs/models.json and docs/models.md.
 
-What it reads are the results of `nox -s models`, as pytest writes them: each test names its model and its column.
+What it reads are the results of `nox -s run -- models`, as pytest writes them: a test names its model and column.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
+from pages import between, table
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "docs" / "models.json"
 PAGE: Final = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 
 FACTS: Final = {"parameters": "parameters", "longest": "the longest", "units": "units"}
 COLUMNS: Final = {
@@ -47,7 +47,7 @@ def read(results: Path) -> dict[str, dict[str, int]]:
         if "column" in said:
             model[said["column"]] = model.get(said["column"], 0) + 1
     if not models:
-        raise LookupError(f"expected the results of `nox -s models` in {results}, found no model")
+        raise LookupError(f"expected the results of `nox -s run -- models` in {results}, found no model")
     return models
 
 
@@ -60,18 +60,12 @@ def provenance() -> dict[str, str]:
 def page(found: Mapping[str, Any], text: str) -> str:
     """The page `text` with the table of what was found."""
     made = found["made"]
-    head = ["model", *FACTS.values(), *COLUMNS.values()]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines = [["model", *FACTS.values(), *COLUMNS.values()]]
     for name, model in found["models"].items():
         cells = [f"{model[fact]:,}" for fact in FACTS] + [str(model.get(column, "-")) for column in COLUMNS]
         lines.append([name, *cells])
     versions = ", ".join(f"{name} {version}" for name, version in made.items() if name != "date")
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    body = f"{BEGIN}\n\n{table}\n\n{made['date']}, {versions}.\n\n{END}"
-    new, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
-    if not count:
-        raise LookupError(f"expected the markers {BEGIN} and {END} in the page, found none")
-    return new
+    return between(text, "table", f"{table(lines)}\n\n{made['date']}, {versions}.")
 
 
 def in_order(models: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python tools/pretrained_costs.py --numel 64000000 --ranks 2
 
-With `--page` the table goes into docs/guides/pretrained.md (`nox -s pretrained`).
+With `--page` the table goes into docs/guides/pretrained.md (`nox -s run -- pretrained`).
 
 Each way runs in processes of its own, one after the other, with one safetensors file in the page cache. Printed for
 each: the bytes that all ranks together read by calls (a mapped file is not read by calls), the highest peak of a rank's
@@ -21,6 +21,7 @@ from typing import Final
 
 import attrs
 import torch
+from pages import fill, table
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -31,8 +32,6 @@ from flatparam_comm.testing import run_processes
 
 WIDTH: Final = 1024
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "guides" / "pretrained.md"
-BEGIN: Final = "<!-- begin table of loading -->"
-END: Final = "<!-- end table of loading -->"
 NAMES: Final = {
     "load_pretrained": "`load_pretrained`",
     "rank 0 reads and broadcasts": "the first rank reads and broadcasts",
@@ -148,25 +147,21 @@ def main() -> None:
             peak = max(cost.peak for cost in best) / 1e6
             seconds = max(cost.seconds for cost in best)
             print(f"{way:28} {read:12.2f} x {peak:12.0f} MB {seconds:8.2f}", flush=True)
-            rows.append(f"| {NAMES[way]} | {peak:.0f} MB | {seconds:.2f} |")
+            rows.append([NAMES[way], f"{peak:.0f} MB", f"{seconds:.2f}"])
             totals.add(round(sum(cost.total for cost in best), 6))
         assert len(totals) == 1, "all ways load the same"
     if chosen.page:
         write_page(chosen.ranks, nbytes, chosen.rounds, rows)
 
 
-def write_page(ranks: int, nbytes: int, rounds: int, rows: list[str]) -> None:
+def write_page(ranks: int, nbytes: int, rounds: int, rows: list[list[str]]) -> None:
     """Put the table into the guide, in the place of the one that is there."""
     said = (
         f"A file of {nbytes / 1e6:.0f} MB in the page cache, {ranks} ranks on one host; a rank's part of the model is "
         f"{nbytes / ranks / 1e6:.0f} MB; the fastest of {rounds} rounds:"
     )
-    table = "\n".join(
-        [said, "", "| | peak of a rank, above before | seconds |", "| --- | --- | --- |", *rows]
-    )
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    made = table([["", "peak of a rank, above before", "seconds"], *rows], ["---"])
+    fill(PAGE, {"table of loading": f"{said}\n\n{made}"}, gap="\n")
 
 
 if __name__ == "__main__":

@@ -353,7 +353,7 @@ def test_packages(folders: List[Path], arguments: List[str]) -> int:
 
 def train(arguments: List[str]) -> int:
     """Train the example model."""
-    return nox(["-s", "train", "--", *arguments])
+    return nox(["-s", "run", "--", "train", *arguments])
 
 
 def test(arguments: List[str]) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pages import table
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -65,17 +67,15 @@ def page() -> str:
     """Return the page as the table makes it."""
     parts = [HEAD]
     for section, of_section in itertools.groupby(rows(), lambda row: row.section):
-        parts.append(
-            f"\n## {section}\n\n| row | behaviour | status | checked by |\n| --- | --- | --- | --- |\n"
-        )
-        parts.extend(map(_line, of_section))
+        lines = [["row", "behaviour", "status", "checked by"], *map(_cells, of_section)]
+        parts.append(f"\n## {section}\n\n{table(lines, ['---'])}\n")
     return "".join(parts)
 
 
-def _line(row: Row) -> str:
+def _cells(row: Row) -> list[str]:
     status = f"{row.status}. {row.lacks}" if row.lacks else row.status
     tests = "<br>".join(f"`{test.removeprefix('packages/').replace('/tests/', '/')}`" for test in row.tests)
-    return f"| {row.id} | {row.title} | {status} | {tests} |\n"
+    return [row.id, row.title, status, tests]
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ import torch
 
 from flatparam_comm import RankError
 from flatparam_comm.testing import run_processes
+from tools import pages
 
 from . import quantised
 from .quantised import RANKS, trained, whole
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "guides" / "client-peft.md"
-BEGIN: Final = "<!-- begin table of QLoRA -->"
-END: Final = "<!-- end table of QLoRA -->"
 
 SAVED: Final = {"modules_to_save": ["embed_tokens", "norm"]}
 IN_FP32: Final = {"storage": torch.float32}
@@ -67,12 +66,11 @@ def _is_number(parameter: torch.Tensor, adapter: dict[str, Any]) -> bool:
 
 def table() -> str:
     """The table, in Markdown."""
-    lines = ["| on two ranks | losses of four steps | quantised bytes on a rank |", "| --- | --- | --- |"]
+    lines = [["on two ranks", "losses of four steps", "quantised bytes on a rank"]]
     for name, *what in ROWS:
-        said, nbytes = row(*what)
-        lines.append(f"| {name} | {said} | {nbytes} |")
-        sys.stderr.write(lines[-1] + "\n")
-    return "\n".join(lines)
+        lines.append([name, *row(*what)])
+        sys.stderr.write(" | ".join(lines[-1]) + "\n")
+    return pages.table(lines, ["---"])
 
 
 def main(arguments: list[str]) -> None:
@@ -81,10 +79,7 @@ def main(arguments: list[str]) -> None:
     if "--print" in arguments:
         sys.stdout.write(found + "\n")
         return
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
+    pages.fill(PAGE, {"table of QLoRA": found}, gap="\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(4 * PATIENCE),  # DeepSpeed compiles an extension at its first start
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
-        reason="DeepSpeed is not installed here; `nox -s deepspeed` has it in an environment of its own.",
+        reason="DeepSpeed is not installed here; `nox -s run -- deepspeed` has it in an environment of its own.",
     ),
 ]
 

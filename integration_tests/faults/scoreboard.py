@@ -16,6 +16,7 @@ from pathlib import Path
 
 from integration_tests.faults.program import DIVERGENCES, FAILURES
 from integration_tests.faults.trial import LIBRARIES, LIMIT, Outcome, run_trial
+from tools.pages import table
 
 __all__ = ["main"]
 
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         for library in chosen.libraries:
             for use_orig_params in (False, True):
                 outcomes[fault, library, use_orig_params] = run_trial(library, fault, use_orig_params)
-        print(_row(fault, chosen.libraries, outcomes), file=sys.stderr, flush=True)
+        print(*_row(fault, chosen.libraries, outcomes), sep=" | ", file=sys.stderr, flush=True)
     print(_table(chosen.faults, chosen.libraries, outcomes))
     if chosen.json is not None:
         told = [
@@ -54,23 +55,19 @@ def _facts(outcome: Outcome) -> dict[str, object]:
 
 
 def _table(faults: list[str], libraries: list[str], outcomes: dict[tuple[str, str, bool], Outcome]) -> str:
-    lines = [
-        f"| fault on rank 1 of 2 | {' | '.join(libraries)} |",
-        f"| --- |{' --- |' * len(libraries)}",
-        *(_row(fault, libraries, outcomes) for fault in faults),
-        f"| seconds until all knew: median, most | {' | '.join(_seconds(each, outcomes) for each in libraries)} |",
-    ]
-    return "\n".join(lines)
+    seconds = ("seconds until all knew: median, most", *(_seconds(each, outcomes) for each in libraries))
+    rows = (_row(fault, libraries, outcomes) for fault in faults)
+    return table([("fault on rank 1 of 2", *libraries), *rows, seconds], ["---"])
 
 
-def _row(fault: str, libraries: list[str], outcomes: dict[tuple[str, str, bool], Outcome]) -> str:
-    cells = []
+def _row(fault: str, libraries: list[str], outcomes: dict[tuple[str, str, bool], Outcome]) -> list[str]:
+    cells = [fault]
     for library in libraries:
         verdicts = [outcomes[fault, library, original].verdict for original in (False, True)]
         cells.append(
             verdicts[0] if len(set(verdicts)) == 1 else f"{verdicts[0]} (flat), {verdicts[1]} (originals)"
         )
-    return f"| {fault} | {' | '.join(cells)} |"
+    return cells
 
 
 def _seconds(library: str, outcomes: dict[tuple[str, str, bool], Outcome]) -> str:

@@ -18,9 +18,10 @@ from gpu.facts import Facts
 from gpu.losses import compared
 from gpu.main import BUDGET, MEASUREMENTS, RESULTS, measure_all
 from gpu.measurement import Measurement, not_on_cpu
-from gpu.page import BEGIN, END, NONE, page, with_devices
+from gpu.page import NONE, page, with_devices
 from gpu.place import Plan, told
 from gpu.tests import end, places, start
+from pages import marks
 
 FACTS = Facts("Made Up 9000", "cuda", 2, "nccl", "1.2", 10**9, 2 * 10**9, 10**9, {"torch": "2.13"})
 PLAN = Plan("cuda", 2)
@@ -204,8 +205,9 @@ KEPT = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 def test_the_list_of_devices(tmp_path: Path) -> None:
     """The README lists the devices of which there are results; without any it says so, and without a place it is refused."""
-    text = f"before\n{BEGIN}\nold\n{END}\nafter"
-    assert with_devices(text, tmp_path) == f"before\n{BEGIN}\n\n{NONE}\n\n{END}\nafter"
+    first, last = marks("devices")
+    text = f"before\n{first}\nold\n{last}\nafter"
+    assert with_devices(text, tmp_path) == f"before\n{first}\n\n{NONE}\n\n{last}\nafter"
     (tmp_path / "made-up.json").write_text(json.dumps({"device": {"name": "Made Up"}}))
     assert "* [Made Up](made-up.md)" in with_devices(text, tmp_path)
     with pytest.raises(LookupError, match="begin devices"):

@@ -1,4 +1,4 @@
-"""What holds under load, as a table: `nox -s load`, or `python -m integration_tests.load --rows L1 L4`."""
+"""What holds under load, as a table: `nox -s run -- load`, or `python -m integration_tests.load --rows L1 L4`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 
 from integration_tests.load.faults import soak_with_faults
 from integration_tests.load.rows import ROWS
+from tools.pages import table
 
 
 def main() -> int:
@@ -16,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="+", choices=list(rows), default=list(rows))
     failed = False
-    lines = ["| row | what | figure |", "| --- | --- | --- |"]
+    lines = [["row", "what", "figure"]]
     for name in parser.parse_args().rows:
         began = time.perf_counter()
         try:
@@ -24,9 +25,9 @@ def main() -> int:
         except AssertionError as error:
             failed, figures = True, {"failed": str(error)}
         figures["took"] = f"{time.perf_counter() - began:.0f} s"
-        lines += [f"| {name} | {what} | {figure} |" for what, figure in figures.items()]
-        print("\n".join(lines[-len(figures) :]), file=sys.stderr, flush=True)
-    print("\n".join(lines))
+        lines += [[name, what, f"{figure}"] for what, figure in figures.items()]
+        print(*map(" | ".join, lines[-len(figures) :]), sep="\n", file=sys.stderr, flush=True)
+    print(table(lines, ["---"]))
     return int(failed)
 
 

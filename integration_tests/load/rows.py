@@ -24,7 +24,7 @@ from flatparam import Checkpointer, FullStateDictConfig, FullyShardedDataParalle
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, set_relay
 from flatparam_comm.testing import run_processes
-from flatparam_guard.calls import GroupCalls
+from flatparam_guard.group_calls import GroupCalls
 from integration_tests.load.job import Resources, batches, ddp, resources, sharded, status_nbytes, train
 
 __all__ = ["ROWS", "guards", "many_units", "oversubscribed", "saves", "soak", "wide"]

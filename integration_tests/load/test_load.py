@@ -1,4 +1,4 @@
-"""The rows of the load table, each for a moment; `nox -s load` runs them at length."""
+"""The rows of the load table, each for a moment; `nox -s run -- load` runs them at length."""
 
 from __future__ import annotations
 

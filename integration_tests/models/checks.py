@@ -20,7 +20,7 @@ from flatparam import (
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import run_processes
 from flatparam_core.storage.gradients import SMALL_NBYTES
-from flatparam_optim.segments.segment import STEP_NUMEL
+from flatparam_optim.segments.step_segment import STEP_NUMEL
 from flatparam_runtime import units_in
 from flatparam_state import Checkpointer
 from integration_tests.models.described import LAYERS, STEPS, Model

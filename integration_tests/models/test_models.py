@@ -1,4 +1,4 @@
-"""The table of docs/models.md: `nox -s models` runs it in an environment that has transformers and diffusers."""
+"""The table of docs/models.md: `nox -s run -- models` runs it in an environment that has transformers and diffusers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if any(importlib.util.find_spec(name) is None for name in ("transformers", "diffusers")):
     pytest.skip(
-        "transformers and diffusers are not installed here; `nox -s models` has them in an environment of its own",
+        "transformers and diffusers are not installed here; `nox -s run -- models` has them in an environment of its own",
         allow_module_level=True,
     )
 

@@ -50,7 +50,7 @@ def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:
     All sums are of small multiples of 3/4, so they are exact in any order, over any number of ranks, and in bf16. Norms
     are of the orders 1 and infinity, since squares are too large to be exact.
 
-    The cases are always the same here; `nox -s programs` tries others.
+    The cases are always the same here; `nox -s run -- programs` tries others.
     """
     search(examples, seed=1, **space)
 

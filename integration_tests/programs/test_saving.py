@@ -42,7 +42,7 @@ def test_what_is_loaded_is_what_was_saved(examples: int, ways: tuple[str, ...]) 
     """Under another wrapping, strategy, exposure and world size, parameters, buffers and optimizer states equal those of
     one process bit for bit when they are loaded, and so do losses and parameters in further training.
 
-    The cases are always the same here; `nox -s programs -- --of saving` tries others.
+    The cases are always the same here; `nox -s run -- programs --of saving` tries others.
     """
     search_savings(examples, seed=1, ways=ways)
 

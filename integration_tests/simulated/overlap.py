@@ -12,6 +12,7 @@ import attrs
 from flatparam_simdev.replay import Costs, Replay, Step, draw, replay
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import on_simulated
+from tools import pages
 
 STEP: Final = "step 2"
 """Everything is known by then: the first step finds the order, the second is the first to use it."""
@@ -97,8 +98,7 @@ def rows(outcomes: Iterable[tuple[str, Outcome]], costs: Costs, host_call: float
 
 def table(lines: Sequence[Row]) -> str:
     """The rows as a table of Markdown."""
-    cells = [HEAD, tuple("---" for _ in HEAD), *(row.cells for row in lines)]
-    return "\n".join(f"| {' | '.join(each)} |" for each in cells)
+    return pages.table([HEAD, *(row.cells for row in lines)], ["---"])
 
 
 def _hidden(step: Step, word: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from pages import fill, table
 
 from .absent import PLAIN
 from .figures import Row, cells
@@ -16,28 +17,12 @@ SECTIONS: Final = ("steps", "host", "instructions", "world size", "growth", "opt
 
 def write(results: Mapping[str, Any], page: Path) -> list[str]:
     """Fill the page's sections of which there are results; returns what was done, a sentence for each."""
-    text = page.read_text(encoding="utf-8")
-    for section in SECTIONS:
-        if section in results:
-            begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
-            body = "\n\n".join(_RENDER[section](results[section]))
-            pattern = re.escape(begin) + ".*?" + re.escape(end)
-            text, found = re.subn(pattern, lambda _: f"{begin}\n\n{body}\n\n{end}", text, flags=re.DOTALL)  # noqa: B023
-            if not found:
-                raise LookupError(f"expected the markers {begin} and {end} in {page}, found none")
-    page.write_text(text, encoding="utf-8")
+    fill(page, {each: "\n\n".join(_RENDER[each](results[each])) for each in SECTIONS if each in results})
     if "steps" not in results:
         return [f"wrote {page}"]
     from .plots import draw
 
     return [f"wrote {page}", *draw(results, page.parent)]
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown: a line of headings, and others."""
-    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
-    rule = "| --- |" + " ---: |" * (len(lines[0]) - 1)
-    return "\n".join([head, rule, *rest])
 
 
 def _provenance(entry: Mapping[str, Any]) -> str:

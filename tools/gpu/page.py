@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from bench.host import lines
-from bench.page import table
+from pages import between, table
 
 from .pictures import draw
 
-BEGIN, END = "<!-- begin devices -->", "<!-- end devices -->"
 NONE: Final = "None yet."
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -49,11 +47,7 @@ def with_devices(text: str, folder: Path) -> str:
         lines.append(f"* [{results['device']['name']}]({file.stem}.md)")
         if file.with_suffix(".svg").exists():
             lines.append(f"\n  ![a step and its memory on a {results['device']['name']}]({file.stem}.svg)\n")
-    body = f"{BEGIN}\n\n" + ("\n".join(lines) or NONE) + f"\n\n{END}"
-    new, found = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, text, flags=re.DOTALL)
-    if not found:
-        raise LookupError(f"expected the markers {BEGIN} and {END}, found none")
-    return new
+    return between(text, "devices", "\n".join(lines) or NONE)
 
 
 def _parts(results: Mapping[str, Any]) -> Iterator[str]:

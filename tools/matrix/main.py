@@ -7,10 +7,10 @@
     python tools/matrix --list       the rows
     python tools/matrix --page       docs/compatibility.md from the results, and the names of torch in the sources
 
-nox makes the environments and calls this in each: `nox -s "tests-torch(2.15)"`, `nox -s tests-python-3.12`,
-`nox -s oldest`, and `nox -s matrix`, which runs all of the first two with --enter. Tested are all tests of the packages
-and the short ones of integration, without those marked `slow` or `gpu`. Tests that fail run once more, one after the
-other: a failure is one that fails twice, and what passes alone is named in the results as "repeated".
+`nox -s versions -- torch-2.15`, `-- python-3.12` and `-- lowest` make an environment and call this in it, and
+`nox -s versions` does so for all rows, with --enter. Tested are all tests of the packages and the short ones of
+integration, without those marked `slow` or `gpu`. Tests that fail run once more, one after the other: a failure is one
+that fails twice, and what passes alone is named in the results as "repeated".
 """
 
 from __future__ import annotations

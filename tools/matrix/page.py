@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from pages import fill, table
 
 from .names import INSTEAD
 from .rows import PYTHONS, TORCHES, Row, next_minor
 
 __all__ = ["python_classifiers", "python_range", "torch_range", "write"]
 
+LEFT: Final = ("---",)
+
 
 def write(results: Mapping[str, Any], page: Path) -> None:
     """Fill the page's sections."""
-    text = page.read_text(encoding="utf-8")
-    for name, render in {"tested": _tested, "lacks": _lacks, "private": _private}.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        body = f"{begin}\n\n" + "\n\n".join(render(results)) + f"\n\n{end}"
-        text, found = re.subn(
-            f"{re.escape(begin)}.*?{re.escape(end)}", body.replace("\\", r"\\"), text, flags=re.DOTALL
-        )
-        if not found:
-            raise LookupError(f"expected the markers {begin} and {end} in {page}, found none")
-    page.write_text(text, encoding="utf-8")
+    sections = {"tested": _tested, "lacks": _lacks, "private": _private}
+    fill(page, {name: "\n\n".join(render(results)) for name, render in sections.items()})
 
 
 def torch_range() -> str:
@@ -46,8 +41,8 @@ def python_classifiers() -> list[str]:
 def _tested(results: Mapping[str, Any]) -> Iterator[str]:
     rows: Mapping[str, Any] = results["rows"]
     head = ["", *(f"Python {python}" for python in PYTHONS)]
-    yield _table(
-        [head, *([f"torch {torch}", *(_cell(rows, torch, p) for p in PYTHONS)] for torch in TORCHES)]
+    yield table(
+        [head, *([f"torch {torch}", *(_cell(rows, torch, p) for p in PYTHONS)] for torch in TORCHES)], LEFT
     )
     yield "What that was:"
     lines = [["environment", "layers", "integration", "minutes", "day", "machine"]]
@@ -55,7 +50,7 @@ def _tested(results: Mapping[str, Any]) -> Iterator[str]:
         suites = [_counts(entry[suite]) for suite in ("layers", "integration")]
         installed = f"torch {entry['installed']}, Python {entry['python']}"
         lines.append([installed, *suites, f"{entry['seconds'] / 60:.0f}", entry["date"], entry["machine"]])
-    yield _table(lines)
+    yield table(lines, LEFT)
 
 
 def _cell(rows: Mapping[str, Any], torch: str, python: str) -> str:
@@ -85,14 +80,9 @@ def _lacks(results: Mapping[str, Any]) -> Iterator[str]:
     for name in lacked:
         by = sorted({entry["torch"] for entry in rows if name in entry["lacks"]}, key=TORCHES.index)
         lines.append([f"`{name}`", ", ".join(by), INSTEAD.get(name, "**nothing**")])
-    yield _table(lines)
+    yield table(lines, LEFT)
 
 
 def _private(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"Of the {results['names']['used']} names of torch in the packages' sources, these:"
     yield "\n".join(f"* `{name}`" for name in results["names"]["private"])
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rest = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, "|" + " --- |" * len(lines[0]), *rest])

@@ -9,20 +9,23 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
-import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
+if __name__ == "__main__":
+    # In the place of this folder, whose modules are not to be found by their own names.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pages import ROOT, between, fill, table
+
 PAGE: Final = ROOT / "docs" / "plans.md"
 PICTURE: Final = ROOT / "docs" / "pictures" / "plan.svg"
-BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 TIMES_HEAD: Final = ("model", "transport", "predicted", "median", "middle half", "error")
 CHOICE_HEAD: Final = ("planned beside each block", "transport", "ratio of steps", "middle half", "faster in")
-BEGIN_TIMES, END_TIMES = "<!-- begin times -->", "<!-- end times -->"
+COLUMNS: Final = ("---", "---", "---:")
 
 
 def main() -> int:
@@ -46,8 +49,8 @@ def main() -> int:
 
 def compared(name: str, configuration: object) -> tuple[list[str], int]:
     """The row of a configuration, planned and run, and how many of its numbers were wrong."""
-    from flatparam_plan.measuring import measure
-    from flatparam_plan.rehearsal.rehearsing import rehearse
+    from flatparam_plan.costs import measure
+    from flatparam_plan.rehearsal import rehearse
     from flatparam_plan.training import Setup
     from plans.configurations import Configuration
 
@@ -70,31 +73,11 @@ def compared(name: str, configuration: object) -> tuple[list[str], int]:
 
 def page(rows: Sequence[Sequence[str]], text: str) -> str:
     """The page `text` with the table."""
-    head = [
-        "transformer",
-        "setup",
-        "at rest",
-        "error",
-        "peak",
-        "error",
-        "sent in a step",
-        "error",
-        "numbers",
-        "wrong",
-    ]
-    table = markdown(head, rows)
+    of_each = [cell for what in ("at rest", "peak", "sent in a step") for cell in (what, "error")]
+    head = ["transformer", "setup", *of_each, "numbers", "wrong"]
     named = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    versions = f"{named}, Python {platform.python_version()}"
-    body = f"{BEGIN}\n\n{table}\n\nBytes of one rank, on the CPU; {versions}.\n\n{END}"
-    return between(BEGIN, END, body, text)
-
-
-def between(begin: str, end: str, body: str, text: str) -> str:
-    """The page `text` with `body` from one marker to the other."""
-    new, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: body, text, flags=re.DOTALL)
-    if not count:
-        raise LookupError(f"expected the markers {begin} and {end} in {PAGE}, found none")
-    return new
+    said = f"Bytes of one rank, on the CPU; {named}, Python {platform.python_version()}."
+    return between(text, "table", f"{table([head, *rows], COLUMNS)}\n\n{said}")
 
 
 def times() -> None:
@@ -102,24 +85,15 @@ def times() -> None:
     from plans.times import rows
 
     predictions, choices = rows()
-    body = (
-        f"{BEGIN_TIMES}\n\n{markdown(TIMES_HEAD, predictions)}\n\nMilliseconds of a step.\n\n"
-        f"{markdown(CHOICE_HEAD, choices)}\n\n{END_TIMES}"
-    )
-    PAGE.write_text(between(BEGIN_TIMES, END_TIMES, body, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    tables = table([TIMES_HEAD, *predictions], COLUMNS), table([CHOICE_HEAD, *choices], COLUMNS)
+    fill(PAGE, {"times": "\n\nMilliseconds of a step.\n\n".join(tables)})
 
 
 def choice() -> None:
     """Print what the planner chooses beside each block as a unit."""
     from plans.times import rows
 
-    sys.stdout.write(markdown(CHOICE_HEAD, rows()[1]) + "\n")
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, with numbers to the right."""
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    sys.stdout.write(table([CHOICE_HEAD, *rows()[1]], COLUMNS) + "\n")
 
 
 def picture() -> str:
@@ -145,8 +119,6 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    # In the place of this folder, whose modules are not to be found by their own names.
-    sys.path[0] = str(ROOT / "tools")
     parser = argparse.ArgumentParser(
         prog="python tools/plans", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -17,6 +17,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 def main() -> int:
     """Run the chosen command; 1 if versions differ."""
+    from pages import fill
+
     from publishing import costs, loop, syncs
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -38,7 +40,7 @@ def main() -> int:
         text = costs.table(costs.measured(chosen.size, chosen.pretraining, chosen.versions, chosen.rates))
         print(text)
         if chosen.page:
-            costs.write_page(text)
+            fill(costs.PAGE, {costs.PART: text}, gap="\n")
         return 0
     if chosen.command == "syncs":
         found = syncs.synced(chosen.size, chosen.versions, chosen.rate, chosen.pretraining)

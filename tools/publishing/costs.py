@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import attrs
+import pages
 import torch
 from torch import Tensor, nn
 
 from flatparam_publish import Mailbox, Publisher, Receiver, publish
-from flatparam_publish.versions.encoding import bits_of, changes
+from flatparam_publish.encoding import bits_of, changes
 
 from .job import batches, pretrained, train
 
-__all__ = ["Row", "measured", "table", "write_page"]
+__all__ = ["Row", "measured", "table"]
 
 T = TypeVar("T")
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "guides" / "publishing.md"
-BEGIN, END = "<!-- begin table of costs -->", "<!-- end table of costs -->"
+PART = "table of costs"
 FIRST_STEP: Final = 1000
 HALF: Final = torch.bfloat16
 
@@ -161,7 +162,7 @@ def table(rows: Sequence[Row]) -> str:
         "receive",
         "publish all values",
     ]
-    lines = [f"| {' | '.join(heads)} |", f"|{' ---: |' * len(heads)}"]
+    lines = [heads]
     for row in rows:
         cells = [
             f"{row.rate:g}",
@@ -170,18 +171,5 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.sent:.1f} ×",
             *(f"{1000 * each:.0f} ms" for each in (row.seconds, row.receive_seconds, row.dense_seconds)),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_page(text: str) -> None:
-    """Put `text` between the markers of the page.
-
-    Raises:
-        LookupError: if they are not there.
-    """
-    page = PAGE.read_text(encoding="utf-8")
-    if BEGIN not in page or END not in page:
-        raise LookupError(f"expected the markers {BEGIN} and {END} in {PAGE}")
-    head, rest = page.split(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        lines.append(cells)
+    return pages.table(lines, ["---:"])

@@ -49,5 +49,5 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         return 1
     print(f"\nCommitted as `{plan.message}`, and tagged {plan.tag}. To publish it:")
     print(f"  git push origin HEAD {plan.tag}")
-    print(f"  nox -s wheels && python -m twine upload dist/{plan.name.replace('-', '_')}-{plan.version}*")
+    print(f"  nox -s release && python -m twine upload dist/{plan.name.replace('-', '_')}-{plan.version}*")
     return 0

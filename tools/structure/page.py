@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import pages
 from attrs import frozen
 
 from structure.walk import Trace
 
 PAGE: Final = Path("docs/concepts/one-step.md")
-BEGIN: Final = "<!-- written by `python tools/structure --page` -->"
-END: Final = "<!-- end -->"
+PART: Final = ("<!-- written by `python tools/structure --page` -->", "<!-- end -->")
 
 
 @frozen
@@ -33,35 +33,27 @@ class Function:
 
 def page_of(traces: Mapping[str, Trace], old: str) -> str:
     """The page `old` with the tables of `traces`, by library, in the place of its own."""
-    head, _, rest = old.partition(BEGIN)
-    tables = f"{table(traces['flatparam'])}\n{hops(traces)}"
-    return f"{head}{BEGIN}\n\n{tables}\n{END}{rest.partition(END)[2]}"
+    return pages.between(old, PART, f"{table(traces['flatparam'])}\n{hops(traces)}")
 
 
 def hops(traces: Mapping[str, Trace]) -> str:
     """A row for each library: how far a reader of the same step has to go."""
-    rows = [
+    lines = [["the same step", "files", "functions run", "calls", "file changes", "classes"]]
+    for name, trace in traces.items():
+        counts = map(len, (trace.files, trace.functions, trace.calls))
+        lines.append([name, *(f"{figure:,}" for figure in (*counts, trace.file_changes, len(trace.classes)))])
+    return (
         "The same step of torch's FSDP1 and FSDP2, of which the functions in `torch/distributed/fsdp` count, and "
         "neither `torch.distributed` nor\nthe optimizer; of flatparam those of every layer, what watches the ranks and "
         "looks at the optimizer's step too. A file change is\ntwo calls, one after the other, of functions in "
-        "different files.\n",
-        "| the same step | files | functions run | calls | file changes | classes |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, trace in traces.items():
-        counts = (trace.files, trace.functions, trace.calls)
-        figures = [*map(len, counts), trace.file_changes, len(trace.classes)]
-        rows.append(f"| {name} | " + " | ".join(f"{figure:,}" for figure in figures) + " |")
-    return "\n".join([*rows, ""])
+        f"different files.\n\n{pages.table(lines)}"
+    )
 
 
 def table(trace: Trace) -> str:
     """A row for each file: what it is, which of its functions the step runs, and the lines of these and of the file."""
     run = _functions_run(trace)
-    rows = [
-        "| # | file | what it is | functions that the step runs, in order | their lines | of |",
-        "| --: | --- | --- | --- | --: | --: |",
-    ]
+    rows = [["#", "file", "what it is", "functions that the step runs, in order", "their lines", "of"]]
     read, opened = 0, 0
     for number, (path, functions) in enumerate(run.items(), start=1):
         text = path.read_text(encoding="utf-8")
@@ -69,9 +61,10 @@ def table(trace: Trace) -> str:
         read, opened = read + own, opened + lines
         name = path.relative_to(path.parents[_above_source(path)]).as_posix()
         names = ", ".join(f"`{function.name}`" for function in functions)
-        rows.append(f"| {number} | `{name}` | {_first_sentence(text)} | {names} | {own} | {lines} |")
+        rows.append([f"{number}", f"`{name}`", _first_sentence(text), names, f"{own}", f"{lines}"])
     total = f"{len(run)} files, {opened:,} lines; the step runs functions of {read:,} of them"
-    return "\n".join([*rows, "", f"Together: {total}.", ""])
+    made = pages.table(rows, ("--:", "---", "---", "---", "--:"))
+    return f"{made}\n\nTogether: {total}.\n"
 
 
 def text_of(trace: Trace) -> str:

@@ -1,4 +1,4 @@
-"""A fuzzer of every reader: `nox -s fuzz -- --minutes 10`.
+"""A fuzzer of every reader: `nox -s run -- fuzz --minutes 10`.
 
 Property: whatever the bytes of a checkpoint are, a reader returns, or raises CheckpointError; it takes little memory,
 and it ends. Mutations know the formats: a changed manifest is sealed anew, a changed pickle gets the right checksum.
@@ -33,8 +33,7 @@ import torch.distributed.checkpoint as dcp
 import flatparam_files
 from flatparam_core import Span
 from flatparam_files import CheckpointError, verify_checkpoint
-from flatparam_files.checkpoint.manifest import read_sealed
-from flatparam_files.checkpoint.manifest.sealed import _sealed
+from flatparam_files.checkpoint.manifest.sealed import _sealed, read_sealed
 from flatparam_files.disk.source import Source
 from flatparam_files.formats import open_source, verify_source, write_hugging_face
 

@@ -1,4 +1,4 @@
-"""Every reader against changed files, for a short while; `nox -s fuzz` does so for as long as one likes."""
+"""Every reader against changed files, for a short while; `nox -s run -- fuzz` does so for as long as one likes."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats import open_source
 
 from .fuzzing import MAKE, Fuzzer, chain_of, limit_memory

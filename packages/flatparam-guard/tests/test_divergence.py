@@ -14,8 +14,7 @@ import torch.distributed as dist
 from flatparam_comm import MismatchError, Pending, ProcessGroupCollectives, ReduceOp
 from flatparam_comm.checks import Site
 from flatparam_comm.testing import PATIENCE, run_processes
-from flatparam_guard.positions.board import _pages
-from flatparam_guard.positions.page import PAGE_NBYTES, Page, code_of
+from flatparam_guard.positions import PAGE_NBYTES, Page, _pages, code_of
 from flatparam_guard.process import _NOW
 
 pytestmark = pytest.mark.processes

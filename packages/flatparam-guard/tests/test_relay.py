@@ -32,7 +32,7 @@ from flatparam_comm import (
 from flatparam_comm.process_group import groups
 from flatparam_comm.testing import BRIEFLY, PATIENCE, run_processes
 from flatparam_guard.process import _NOW
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 
 pytestmark = pytest.mark.processes
 

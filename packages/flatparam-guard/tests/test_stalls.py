@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatparam_guard.positions.standing import Position, Standing
-from flatparam_guard.stalls import StallWatch
+from flatparam_guard.positions import Position, Standing
+from flatparam_guard.waits import StallWatch
 
 NAME = "a group"
 

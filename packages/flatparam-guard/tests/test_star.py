@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from flatparam_comm.testing import PATIENCE
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 from flatparam_guard.star import GARBLED, Ended, Said, Star
 
 SIZE = 4

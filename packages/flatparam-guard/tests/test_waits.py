@@ -22,8 +22,8 @@ from flatparam_comm import (
     telling,
 )
 from flatparam_comm.testing import PATIENCE, run_processes
-from flatparam_guard.waiting.deadlocks import Deadlocks, stuck_among
-from flatparam_guard.waiting.waits import Stand, Wait
+from flatparam_guard.deadlocks import Deadlocks, stuck_among
+from flatparam_guard.waits import Stand, Wait
 
 ALL = (0, 1, 2)
 

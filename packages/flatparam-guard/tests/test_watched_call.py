@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from flatparam_comm import end_of_call, watch_call
-from flatparam_guard.activity import ACTIVITY
-from flatparam_guard.watched_call import WatchedCall
+from flatparam_guard.activity import ACTIVITY, WatchedCall
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatparam_optim.matrices.owners import Job, choose_owners, lower_bound, newton_schulz_flops
+from flatparam_optim.matrices.matrix_owners import Job, choose_owners, lower_bound, newton_schulz_flops
 
 Shapes = Sequence[Sequence[tuple[int, int]]]
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
-from flatparam_files.checkpoint.verify import verify_checkpoint
+from flatparam_files.checkpoint.manifest.records import FilePiece, FileRecord, RankValue, TensorRecord
+from flatparam_files.checkpoint.manifest.whole import Manifest
+from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.source import TensorInfo
 from flatparam_files.formats.detect import open_source
@@ -64,7 +65,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         MANIFEST,
         {"tensors": {"model/a": attrs.evolve(RECORD, pieces=(attrs.evolve(PIECE, file=1),))}},
-        "'model/a': there is no file 1",
+        "'model/a': expected the file 1 in the manifest, found none",
     ),
     (
         MANIFEST,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from flatparam_core import Span
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats import open_dcp, open_source, open_torch_file, verify_source, write_dcp
 
 from .samples import assert_same_source, awkward, flip, same, state, whole
@@ -213,8 +213,8 @@ def _set_all(metadata: Metadata, **fields: Any) -> None:
         (lambda m: _entry(m).chunks.pop(), "do not make up a tensor"),
         (lambda m: setattr(_entry(m), "size", torch.Size((7, 10))), "do not make up a tensor"),
         (lambda m: m.storage_data.popitem(), "does not describe a checkpoint"),
-        (lambda m: _set_all(m, relative_path="../x"), "is no file of the directory"),
-        (lambda m: _set_all(m, relative_path="/etc/passwd"), "is no file of the directory"),
+        (lambda m: _set_all(m, relative_path="../x"), "expected a file of the directory, found"),
+        (lambda m: _set_all(m, relative_path="/etc/passwd"), "expected a file of the directory, found"),
         (lambda m: _set_all(m, transform_descriptors=["zstd"]), "only torch can undo"),
         (lambda m: _set_all(m, offset=-1), "has no bytes"),
         (lambda m: setattr(_entry(m).properties, "dtype", 3), "dtype"),

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from flatparam_core import Span
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
 from flatparam_files.formats import (
     cast_model,
@@ -130,7 +130,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
         ("[]", "has no 'weight_map'"),
         ("{", "is no JSON"),
         ('{"weight_map": {}}', "has no 'weight_map'"),
-        ('{"weight_map": {"w": "../m.safetensors"}}', "which is no file beside it"),
+        ('{"weight_map": {"w": "../m.safetensors"}}', "which is not a file beside it"),
         ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors"),
         ('{"weight_map": {"v": "m.safetensors"}}', "says that 'v' is in m.safetensors, and it is not"),
     ],

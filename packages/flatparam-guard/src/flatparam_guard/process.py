@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 import attrs
 
 from flatparam_comm.process_group import groups
-from flatparam_guard.calls import GroupCalls
 from flatparam_guard.failure import FailureReport
+from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay import Relay
-from flatparam_guard.settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,7 +115,7 @@ def _calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
 
 
 def _relay_for(group: ProcessGroup) -> Relay | None:
-    """The relay that a group takes part in, or None if it cannot, or shall not."""
+    """Return the relay that a group takes part in, or None if it cannot, or shall not."""
     if not _SETTING.is_on:
         _end()
         return None
@@ -168,12 +168,12 @@ def _end() -> None:
 
 
 def secret_of_ranks() -> str:
-    """A text that the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
+    """Return a text that the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
     return "" if _NOW.relay is None else _NOW.relay.secret
 
 
 def tell_failure(error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
-    """See `flatparam_comm.tell_failure`; it begins the relay if there is none yet."""
+    """Tell the other ranks of a failure; begins the relay if there is none yet."""
     if _NOW.relay is None:
         # Nothing was issued here yet, and the others may wait for the first collective.
         with contextlib.suppress(Exception):

@@ -4,7 +4,7 @@ Both have the numbers of one process. Each cut matrix is brought to the rank tha
 is sent back. See the guide `docs/guides/optimizers.md`.
 """
 
-from flatparam_optim.adafactor import Adafactor
+from flatparam_optim.adafactor import Adafactor, TransformersAdafactor
 from flatparam_optim.matrices import (
     MatrixStepper,
     Routes,
@@ -18,7 +18,6 @@ from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam_optim.muon import Muon
 from flatparam_optim.segments import prepare_step, set_flat_steps, step_in_segments, tensors_stepped
 from flatparam_optim.shampoo import Shampoo
-from flatparam_optim.transformers_adafactor import TransformersAdafactor
 from flatparam_optim.whole_optimizer import WholeOptimizer
 
 __version__ = "0.1.0"

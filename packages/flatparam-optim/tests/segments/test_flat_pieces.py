@@ -12,8 +12,7 @@ from torch import nn, optim
 
 from flatparam_comm import Collectives
 from flatparam_optim import set_flat_steps, tensors_stepped
-from flatparam_optim.segments.divided import THREAD_GRAIN, can_be_divided
-from flatparam_optim.segments.segment import STEP_NUMEL
+from flatparam_optim.segments.step_segment import STEP_NUMEL, THREAD_GRAIN, can_be_divided
 
 from .beneath import check_same, full_parameters, run, seeded
 from .stepping import (

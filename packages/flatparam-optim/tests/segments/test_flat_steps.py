@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_optim import set_flat_steps, tensors_stepped
-from flatparam_optim.segments.adjacent import join_adjacent
+from flatparam_optim.segments.joined import join_adjacent
 from flatparam_runtime import no_sync
 
 from .beneath import Branches, Stack, batch, check_same, full_parameters, mean_gradients, run, seeded, sharded

@@ -12,21 +12,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_core import Span
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.contribution import RankReport, Ticket
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest import (
-    TensorRecord,
-    check_step,
-    dtype_name,
-    encode,
-    graft,
-    rank_file,
-    reference,
-)
+from flatparam_files.checkpoint.manifest.fields import check_step, dtype_name
+from flatparam_files.checkpoint.manifest.records import TensorRecord, rank_file
+from flatparam_files.checkpoint.manifest.values import encode, graft, reference
 from flatparam_files.checkpoint.manifest.whole import EXTRA_STATE
-from flatparam_files.checkpoint.parts.commit import Committer
-from flatparam_files.checkpoint.parts.contribution import Ticket
-from flatparam_files.checkpoint.parts.rank_file import RankFileWriter, header_metadata
-from flatparam_files.checkpoint.parts.report import RankReport
+from flatparam_files.checkpoint.rank_file import RankFileWriter, header_metadata
 from flatparam_files.disk import (
     CHUNK_NBYTES,
     OPEN_FILES,
@@ -159,7 +152,7 @@ class CheckpointWriter:
         """
         ticket = self._ticket
         if ticket is None or not self._is_open:
-            raise ValueError("it is closed")
+            raise ValueError("CheckpointWriter is closed: make a new one to write another checkpoint")
         if self._left:
             raise ValueError(
                 f"{len(self._left)} announced tensors were not written, first {self._left[-1]!r}"

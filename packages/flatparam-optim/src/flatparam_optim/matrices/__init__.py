@@ -1,10 +1,9 @@
 """Steps of whole matrices: each cut one is brought to the rank that owns it, and its update is sent back."""
 
-from flatparam_optim.matrices.members import drop_flat_gradients, follow_gradients, originals_in
-from flatparam_optim.matrices.owners import newton_schulz_flops
+from flatparam_optim.matrices.matrix_owners import newton_schulz_flops
+from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in
 from flatparam_optim.matrices.routes import Routes
 from flatparam_optim.matrices.stepper import MatrixStepper
-from flatparam_optim.matrices.whole_step import WholeStep
 
 __all__ = [
     "MatrixStepper",

@@ -1,22 +1,44 @@
-"""The parameters that an optimizer steps as wholes, whatever it was given: originals, or flat parameters."""
+"""The parameters that an optimizer steps as wholes: which they are, their rule, and who has their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import final
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias, final
 
 import attrs
-from torch import nn
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
 
-from flatparam_comm import FlatParameter, FlatParamHandle, Fragment, ParamSpec, Topology, handle_of, owner_of
-from flatparam_optim.matrices.whole_step import Settings
+from flatparam_comm import (
+    FlatParamError,
+    FlatParameter,
+    FlatParamHandle,
+    Fragment,
+    Mark,
+    ParamSpec,
+    ReduceOp,
+    Topology,
+    handle_of,
+    owner_of,
+    streams_of,
+)
 from flatparam_runtime import holder_of
 
-__all__ = ["Member", "drop_flat_gradients", "follow_gradients", "originals_in"]
+__all__ = [
+    "Member",
+    "drop_flat_gradients",
+    "follow_gradients",
+    "originals_in",
+    "Settings",
+    "StateOf",
+    "WholeStep",
+    "Presence",
+]
 
 
 def originals_in(parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
-    """The originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.
+    """Yield the originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.
 
     A flat parameter stands for all of its originals, any other parameter for itself.
     """
@@ -46,7 +68,7 @@ class Member:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, settings: Settings) -> Member:
-        """The member that an original, or a parameter of no unit, is."""
+        """Return the member that an original, or a parameter of no unit, is."""
         handle, index = owner_of(parameter) or (None, 0)
         return cls(parameter, settings, handle, index)
 
@@ -98,3 +120,177 @@ def drop_flat_gradients(parameters: Iterable[nn.Parameter]) -> None:
             original.grad is not None for original in handle.exposure.originals().values()
         ):
             handle.flat_param.grad = None
+
+
+# The seam to a rule that steps whole matrices
+
+
+Settings: TypeAlias = "Mapping[str, Any]"
+"""The hyper-parameters of a parameter group."""
+StateOf: TypeAlias = "MutableMapping[str, Any]"
+"""The optimizer's state of one parameter, by name."""
+
+
+class WholeStep(Protocol):
+    """A rule that steps parameters as wholes, in three parts: on each rank's part, on the whole, on each part again."""
+
+    @property
+    def streams(self) -> int:
+        """How many tensors travel to the owner for each parameter."""
+        ...
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether `step` keeps state with the owner, which then is a rank that holds elements of the parameter."""
+        ...
+
+    @property
+    def part_states(self) -> frozenset[str]:
+        """The names of the states that `prepare` makes on each rank that holds a part; others are the owner's alone."""
+        ...
+
+    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
+        ...
+
+    def cost(self, shape: Sequence[int], settings: Settings) -> int:
+        """Return the cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
+        ...
+
+    def prepare(self, part: Tensor, gradient: Tensor, state: StateOf, settings: Settings) -> Sequence[Tensor]:
+        """The tensors that have to travel: `streams` of them, shaped like `part`, this rank's part of the parameter.
+
+        `state` is that of the part; what is shaped like the part belongs there.
+        """
+        ...
+
+    def step(self, whole: Sequence[Tensor], state: StateOf, settings: Settings) -> Tensor:
+        """Return the update of the whole parameter, on its owner.
+
+        A rule that keeps no state may be called with zeros for a parameter without a gradient; its update is dropped.
+
+        Args:
+            whole: what `prepare` returned, in the parameter's shape and strides; may be changed.
+            state: the same that `prepare` gets on this rank.
+            settings: the hyper-parameters.
+        """
+        ...
+
+    def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Settings) -> None:
+        """Change this rank's part of the parameter by its part of the update, of the same shape.
+
+        Args:
+            part: to be changed.
+            update: in the dtype in which it has travelled.
+            shape: that of the whole parameter.
+            settings: the hyper-parameters.
+        """
+        ...
+
+
+# Which ranks have a gradient of each matrix: compared in every step, without a host that waits for its device
+
+
+@final
+@attrs.define(eq=False)
+class Presence:
+    """What the ranks have told each other in one step about the gradients of some matrices.
+
+    After a backward pass all ranks that hold a part of a matrix have its gradient, or none has, and each knows it by
+    its own part. Only a user can make ranks differ. On the CPU the comparison is there before anything is stepped. The
+    host of an accelerator would have to wait for it, so it looks at it in the next step.
+    """
+
+    _members: Sequence[Member]
+    _rank: int
+    _device: torch.device
+    _runs_ahead: bool
+    """Whether the host would have to wait for the comparison."""
+    _own: bytes
+    """Two flags for each matrix: this rank holds a part of it with a gradient, and one without."""
+    _told: Tensor | None
+    """The flags of all ranks together, on the host; `None` if nobody compares."""
+    _landed: Mark | None
+    """The point at which the copy to the host ends, if it is not made yet."""
+
+    @classmethod
+    def begin(cls, members: Sequence[Member], topology: Topology, device: torch.device) -> Self:
+        """Tell the other ranks which gradients this one has; every rank calls it.
+
+        Args:
+            device: the device that the groups reach.
+        """
+        own = b"".join(map(_flags, members))
+        streams = streams_of(device)
+        if streams.is_capturing:
+            # The host cannot look at what a graph does; the next step that is not captured compares.
+            return cls(members, topology.rank, device, True, own, None, None)
+        # No step waits for the comparison.
+        with streams.aside() as copies:
+            flags = streams.to_device(torch.frombuffer(bytearray(own), dtype=torch.uint8), device)
+            for group in topology.groups:
+                group.all_reduce(flags, op=ReduceOp.MAX, label="gradients of matrices").wait()
+            told = streams.to_host(flags)
+        return cls(members, topology.rank, device, streams.runs_ahead, own, told, copies.end)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host looks at the comparison in the next step."""
+        return self._runs_ahead and self._told is not None
+
+    @property
+    def may_look(self) -> bool:
+        """Whether the host may ask the device now: not while a graph is captured."""
+        return not streams_of(self._device).is_capturing
+
+    def to_step(self) -> list[bool]:
+        """For each matrix, whether it is stepped, as far as this rank knows.
+
+        A rank that holds no part of a matrix, and whose host does not know, takes it that the others have a gradient.
+        """
+        flags = self._own if self._runs_ahead or self._told is None else bytes(self._told.tolist())
+        return [bool(has) or not lacks for has, lacks in zip(flags[::2], flags[1::2], strict=True)]
+
+    def look(self) -> None:
+        """Note it if the comparison has come, so that nothing has to wait for it later."""
+        if self._landed is not None and self._landed.is_reached():
+            self._landed = None
+
+    def check(self) -> None:
+        """Check that the ranks have the same gradients; wait for the comparison if it has not come yet.
+
+        Raises:
+            FlatParamError: on every rank, if only some ranks that hold a part of a matrix have its gradient.
+        """
+        if self._told is None:
+            return  # Nobody has compared.
+        self.look()
+        if self._landed is not None:
+            self._landed.synchronize()
+        told = bytes(self._told.tolist())
+        for number, member in enumerate(self._members):
+            if told[2 * number] and told[2 * number + 1]:
+                raise FlatParamError(self._refusal(number, member))
+
+    def _refusal(self, number: int, member: Member) -> str:
+        has, lacks = self._own[2 * number], self._own[2 * number + 1]
+        found = (
+            "a gradient on this rank" if has else "no gradient on this rank" if lacks else "none on this rank"
+        )
+        outcome = (
+            "so nothing was stepped"
+            if not self._runs_ahead
+            else "so the step before this one was wrong: load the state before it"
+        )
+        return (
+            f"rank {self._rank}: parameter {member.spec.fqn!r}, of shape {member.spec.shape}, has {found}, and only "
+            f"some of the ranks that hold a part of it have its gradient, {outcome}; give or drop the gradient of a "
+            "parameter on all ranks"
+        )
+
+
+def _flags(member: Member) -> bytes:
+    if not member.parameter.numel():
+        return bytes((0, 0))
+    has = member.parameter.grad is not None
+    return bytes((has, not has))

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import FlatParamError, Topology, streams_of
-from flatparam_optim.matrices.members import Member
-from flatparam_optim.matrices.presence import Presence
+from flatparam_optim.matrices.members import Member, Presence, Settings, StateOf, WholeStep
 from flatparam_optim.matrices.routes import Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
-from flatparam_optim.matrices.whole_step import Settings, StateOf, WholeStep
 
 __all__ = ["MatrixStepper"]
 
@@ -117,7 +115,7 @@ class MatrixStepper:
 
     @torch.no_grad()
     def first_state(self, parameter: nn.Parameter, settings: Settings) -> dict[str, Any]:
-        """The state of `parameter` on this rank before its first step, as a step with zeros leaves it.
+        """Return the state of `parameter` on this rank before its first step, as a step with zeros leaves it.
 
         What owners keep is made on the first rank that holds elements of it.
         """
@@ -218,7 +216,7 @@ def _nothing() -> None:
 def _alike(
     members: Sequence[Member], rule: WholeStep
 ) -> dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]]:
-    """The sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
+    """Return the sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
     found: dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]] = {}
     for member in members:
         topology = member.topology

@@ -6,8 +6,8 @@ whoever made them. Nothing here keeps the memory of a parameter, gradient or sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, final
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_optim.segments.segment import State, SteppedTensor
+from flatparam_comm import FlatParamHandle, owner_of
+from flatparam_optim.segments.step_segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like
 
-__all__ = ["JoinedSegment", "JoinedView", "ScalarState"]
+__all__ = ["JoinedSegment", "join_adjacent"]
 
 _ADDRESS: Final = Tensor.data_ptr
 _GRAD: Final = attrgetter("grad")
@@ -26,7 +27,7 @@ _GRAD: Final = attrgetter("grad")
 
 @final
 @attrs.define(eq=False)
-class JoinedView:
+class _JoinedView:
     """A joined view is how tensors lie that are one tensor in memory."""
 
     offsets: tuple[int, ...]
@@ -39,7 +40,7 @@ class JoinedView:
     """The addresses of the tensors that were joined last."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The 1-D tensor that `tensors`, all of one dtype, are the parts of; `None` if they lie differently."""
+        """Return the 1-D tensor that `tensors`, all of one dtype, are the parts of; `None` if they lie differently."""
         try:
             addresses = [*map(_ADDRESS, tensors)]
         except (TypeError, RuntimeError):
@@ -60,7 +61,7 @@ class JoinedView:
 
 @final
 @attrs.frozen(eq=False)
-class ScalarState:
+class _ScalarState:
     """A scalar state is a number that each parameter of a joined segment has for itself, such as its count of steps."""
 
     value: Tensor
@@ -84,7 +85,7 @@ class ScalarState:
         return attrs.evolve(self, version=self.each._version)
 
     def is_in(self, found: Sequence[Tensor]) -> bool:
-        """Whether `found` are the parts, and have the value."""
+        """Return whether `found` are the parts, and have the value."""
         return self.each._version == self.version and all(map(is_, found, self.parts))
 
 
@@ -98,25 +99,27 @@ class JoinedSegment:
     """
 
     parameters: tuple[nn.Parameter, ...]
-    view: JoinedView
+    view: _JoinedView
     names: tuple[str, ...]
     """The names of their state."""
-    scalars: dict[str, ScalarState] = attrs.field(factory=dict)
+    scalars: dict[str, _ScalarState] = attrs.field(factory=dict)
     """The numbers in their state, by name."""
-    _views: dict[str, JoinedView] = attrs.field(factory=dict)
+    _views: dict[str, _JoinedView] = attrs.field(factory=dict)
     """How their gradients lie, and each tensor of their state, by name."""
     _first: int = 0
     """The place of the first parameter's state in that of the optimizer."""
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], names: Iterable[str]) -> Self:
-        """The segment of `parameters`, in the order of their memory, with state of these `names`."""
+        """Return the segment of `parameters`, in the order of their memory, with state of these `names`."""
         start, itemsize = parameters[0].data_ptr(), parameters[0].itemsize
         offsets = tuple((parameter.data_ptr() - start) // itemsize for parameter in parameters)
-        return cls(tuple(parameters), JoinedView(offsets, offsets[-1] + parameters[-1].numel()), tuple(names))
+        return cls(
+            tuple(parameters), _JoinedView(offsets, offsets[-1] + parameters[-1].numel()), tuple(names)
+        )
 
     def tensors(self, state: State) -> list[SteppedTensor] | None:
-        """Make the one tensor, with one state. See `Segment.tensors`."""
+        """Make the one tensor, with one state; `None` if a parameter is not as it was."""
         parameter = self.view.join(self.parameters)
         gradients = [*map(_GRAD, self.parameters)]
         if parameter is None or set(map(type, gradients)) != {Tensor}:
@@ -141,10 +144,10 @@ class JoinedSegment:
             return None
         return [SteppedTensor(parameter, joined)]
 
-    def _view(self, name: str) -> JoinedView:
+    def _view(self, name: str) -> _JoinedView:
         view = self._views.get(name)
         if view is None:
-            view = self._views[name] = JoinedView(self.view.offsets, self.view.numel)
+            view = self._views[name] = _JoinedView(self.view.offsets, self.view.numel)
         return view
 
     def _states(self, state: State) -> list[Any]:
@@ -162,7 +165,7 @@ class JoinedSegment:
         return scalar.value if scalar.is_in(list(map(itemgetter(name), states))) else None
 
     def settle(self, stepped: Sequence[SteppedTensor], state: State) -> None:
-        """Give the parameters the state that is new, and the numbers. See `Segment.settle`."""
+        """Give the parameters the state that is new, and the numbers."""
         (joined,) = stepped
         for name, value in joined.state.items():
             if joined.before.get(name) is not value:
@@ -190,7 +193,7 @@ class JoinedSegment:
         if isinstance(value, Tensor) and value.dim():
             parts = self._parts(value)
         elif isinstance(value, Tensor):
-            scalar = self.scalars[name] = ScalarState.of(value, len(self.parameters))
+            scalar = self.scalars[name] = _ScalarState.of(value, len(self.parameters))
             parts = scalar.parts
         else:
             parts = [value] * len(self.parameters)
@@ -200,6 +203,118 @@ class JoinedSegment:
             self.names = (*self.names, name)
 
     def _parts(self, flat: Tensor) -> Iterator[Tensor]:
-        """The views of `flat`, 1-D, that belong to the parameters, in their shapes."""
+        """Yield the views of `flat`, 1-D, that belong to the parameters, in their shapes."""
         for parameter, start in zip(self.parameters, self.view.offsets, strict=True):
             yield flat[start : start + parameter.numel()].view(parameter.shape)
+
+
+# The search for parameters that lie side by side in a shard, which an optimizer can step as joined segments
+
+
+def join_adjacent(parameters: Sequence[nn.Parameter], state: State) -> list[JoinedSegment]:
+    """Return the joined segments among `parameters`, which have gradients, and share their hyper-parameters.
+
+    Args:
+        parameters: original parameters, in any order.
+        state: the optimizer's.
+    """
+    solid = [parameter for parameter in parameters if parameter.numel()]
+    numbers = _numbers(
+        value
+        for parameter in solid
+        for value in (state.get(parameter) or {}).values()
+        if type(value) is Tensor and value.dim() == 0
+    )
+    found = [_Neighbour.of(parameter, state, numbers) for parameter in solid]
+    return [
+        JoinedSegment.of([each.parameter for each in neighbours], neighbours[0].names)
+        for neighbours in _in_rows([each for each in found if each is not None])
+        if len(neighbours) > 1
+    ]
+
+
+@final
+@attrs.frozen(eq=False)
+class _Neighbour:
+    """A neighbour is a parameter that can be part of a joined segment, with its bytes `[start, stop)`."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    handle: FlatParamHandle
+    index: int
+    """Its slot in the flat parameter."""
+    distance: int
+    """From its own bytes to those of its gradient."""
+    names: tuple[str, ...]
+    """The names of its state."""
+    likeness: Hashable
+    """The kinds of its state tensors and its numbers, in which all parameters of a segment are equal."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, state: State, numbers: Mapping[int, Hashable]) -> Self | None:
+        """`None` if the parameter has to be stepped by itself.
+
+        Args:
+            numbers: see `_numbers`.
+        """
+        owner, gradient, own = owner_of(parameter), parameter.grad, state.get(parameter) or {}
+        if owner is None or type(parameter) is not nn.Parameter or type(gradient) is not Tensor:
+            return None
+        if parameter.dtype not in DTYPES or parameter.is_inference() or not is_like(gradient, parameter):
+            return None
+        likeness: list[Hashable] = [parameter.dtype, parameter.device]
+        for name, value in own.items():
+            if type(value) is not Tensor:
+                return None
+            if value.dim() == 0:
+                likeness.append((name, value.dtype, value.device, numbers[id(value)]))
+            elif is_like(value, parameter):
+                likeness.append((name, value.dtype, value.device))
+            else:
+                return None
+        start = parameter.data_ptr()
+        stop = start + parameter.numel() * parameter.itemsize
+        distance = gradient.data_ptr() - start
+        return cls(parameter, start, stop, *owner, distance, tuple(own), tuple(likeness))
+
+    def follows(self, before: _Neighbour) -> bool:
+        """Return whether nothing but padding lies between `before` and this parameter."""
+        return (
+            self.handle is before.handle
+            and self.distance == before.distance
+            and self.start >= before.stop
+            and before.index < self.index
+            and not any(slot.span for slot in self.handle.layout.slots[before.index + 1 : self.index])
+            and self.likeness == before.likeness
+        )
+
+
+def _numbers(values: Iterable[Tensor]) -> dict[int, Hashable]:
+    """Return the numbers in tensors of one element, by `id`, read together, since each look at an accelerator waits."""
+    alike: dict[Hashable, list[Tensor]] = {}
+    for value in values:
+        alike.setdefault((value.dtype, value.device), []).append(value)
+    found: dict[int, Hashable] = {}
+    for tensors in alike.values():
+        found.update(zip(map(id, tensors), torch.stack(tensors).detach().tolist(), strict=True))
+    return found
+
+
+def _in_rows(found: Sequence[_Neighbour]) -> list[list[_Neighbour]]:
+    """Put neighbours in rows of at most `STEP_NUMEL` elements; a longer parameter is alone.
+
+    The order is that of the neighbours' handles, wherever the memory of each lies, so that it is the same in every run.
+    """
+    handles: dict[FlatParamHandle, list[_Neighbour]] = {}
+    for each in found:
+        handles.setdefault(each.handle, []).append(each)
+    rows: list[list[_Neighbour]] = []
+    for each in chain.from_iterable(sorted(own, key=attrgetter("start")) for own in handles.values()):
+        last = rows[-1] if rows else []
+        nbytes = STEP_NUMEL.value * each.parameter.itemsize
+        if last and each.follows(last[-1]) and each.stop - last[0].start <= nbytes:
+            last.append(each)
+        else:
+            rows.append([each])
+    return rows

@@ -85,7 +85,7 @@ class Manifest:
         return len(self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -104,7 +104,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, tree: Any) -> Self:
-        """The manifest of which `to_json` made `tree`; a ValueError says what is wrong, and where."""
+        """Return the manifest of which `to_json` made `tree`; a ValueError says what is wrong, and where."""
         tree = as_object(tree)
         if tree.get("format") != FORMAT or tree.get("version") != VERSION:
             raise ValueError(
@@ -113,7 +113,7 @@ class Manifest:
         try:
             return cls._from_entries(tree)
         except KeyError as error:
-            raise ValueError(f"it lacks {error}") from error
+            raise ValueError(f"expected the field {error}, found none") from error
 
     @classmethod
     def _from_entries(cls, tree: dict[str, Any]) -> Self:
@@ -149,7 +149,7 @@ def _check_bytes(path: str, record: TensorRecord, files: tuple[FileRecord, ...])
     """Check that the bytes of each piece are behind the header of a file that is there."""
     for piece in record.pieces:
         if piece.file >= len(files):
-            raise ValueError(f"tensor {path!r}: there is no file {piece.file}")
+            raise ValueError(f"tensor {path!r}: expected the file {piece.file} in the manifest, found none")
         file = files[piece.file]
         end = piece.offset + piece.span.numel * record.info.dtype.itemsize
         if piece.offset < file.header_nbytes or end > file.nbytes:

@@ -1,1 +1,0 @@
-"""The waits of ranks for each other: who waits in what, and which waits cannot end."""
