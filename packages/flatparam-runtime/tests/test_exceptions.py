@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,9 +297,11 @@ def _unsynced(module: nn.Module) -> None:
     loss(module, 0).backward()
 
 
+@pytest.mark.pairs("place", "afterwards")
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
-@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("place", "error"), list(itertools.product(["forward", "backward"], [Boom, KeyboardInterrupt]))
+)
 def test_whatever_comes_next(place: str, error: type[BaseException], afterwards: str) -> None:
     """Right after a failed step one can save (summon), evaluate, run an inner unit, or accumulate; then all rests."""
     from flatparam_comm import SingleCollectives
