@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 from release.changelog import Changelog
-from release.errors import ReleaseError
 from release.main import main
-from release.packages import widened
+from release.packages import ReleaseError, widened
 
 ROOT = Path(__file__).resolve().parents[1]
 TODAY = time.strftime("%Y-%m-%d")
@@ -138,7 +137,7 @@ def test_the_first_release(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-comm,"),
+        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-checkpoint,"),
         (["core", "next"], "'next' is no version: write it as in 0.2.0 or 0.2.0rc1"),
         (["core", "0.2"], "'0.2' is not how a version is written here: as in 0.2.0"),
         (["core", "0.2.0-rc1"], "'0.2.0-rc1' is not how a version is written here"),
