@@ -119,6 +119,7 @@ def sanitise(session: nox.Session) -> None:
 TWINS = (
     *(f"packages/{name}/tests" for name in ("flatparam-comm", "flatparam-runtime", "flatparam-state")),
     *("packages/flatparam/tests", "--ignore=packages/flatparam/tests/command"),
+    *("packages/flatparam-clients/tests", "--ignore=packages/flatparam-clients/tests/test_run.py"),
     "packages/flatparam-optim/tests",
     *(
         f"packages/flatparam-checkpoint/tests/test_{name}.py"

@@ -33,7 +33,7 @@ def test_every_program_has_a_page() -> None:
 
 def test_tests_that_pages_name_are_there() -> None:
     """Each test that a page names, or a table of the general page, is a function of a test file."""
-    files = [*CLIENTS.glob("test_*.py"), *DOCS.parent.glob("packages/flatparam/tests/test_*.py")]
+    files = [*CLIENTS.glob("test_*.py"), *DOCS.parent.glob("packages/flatparam*/tests/test_*.py")]
     defined = {
         name
         for path in files

@@ -243,26 +243,27 @@ def test_core_is_free_of_torch_distributed(house: House, code: str) -> None:
         "import torch.distributed as dist\nx = dist.fsdp.FullyShardedDataParallel",
     ],
 )
-@pytest.mark.parametrize(("package", "file"), [("flatparam-comm", "compat.py"), ("flatparam", "wrapper.py")])
+@pytest.mark.parametrize(("package", "file"), [("flatparam-comm", "names.py"), ("flatparam", "compat.py")])
 def test_torch_fsdp_only_in_the_compatibility_module(
     house: House, code: str, package: str, file: str
 ) -> None:
-    """torch's FSDP is known in `flatparam/compat.py` and nowhere else, whatever the file is called."""
-    house.write("flatparam", "compat.py", code + "\n")
+    """torch's FSDP is known in `flatparam_clients/installing.py` and nowhere else, whatever the file is called."""
+    house.write("flatparam-clients", "installing.py", code + "\n")
     assert house.problems() == []
     house.write(package, file, code + "\n")
     assert any(
-        "only packages/flatparam/src/flatparam/compat.py may" in problem for problem in house.problems()
+        "only packages/flatparam-clients/src/flatparam_clients/installing.py may" in problem
+        for problem in house.problems()
     )
 
 
 def test_facades_are_for_other_programs(house: House) -> None:
     """A façade of FSDP1's private modules may use another one, and nothing else of ours may."""
-    code = "from flatparam.private._runtime_utils import _lazy_init\n"
-    house.write("flatparam", "private/_other.py", code)
+    code = "from flatparam_clients.private._runtime_utils import _lazy_init\n"
+    house.write("flatparam-clients", "private/_other.py", code)
     assert house.problems() == []
-    house.write("flatparam", "wrapper.py", code)
-    assert any("uses flatparam.private._runtime_utils" in problem for problem in house.problems())
+    house.write("flatparam-clients", "wrapper.py", code)
+    assert any("uses flatparam_clients.private._runtime_utils" in problem for problem in house.problems())
 
 
 def test_an_import_must_be_declared(house: House) -> None:

@@ -71,13 +71,22 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released = Changelog(text_of(clone, "flatparam-core", "CHANGELOG.md"))
     assert released.unreleased == ""
     assert released.versions == {"0.2.0": TODAY, "0.1.0.dev1": "2026-11-21"}
-    for package in ("flatparam-comm", "flatparam", "flatparam-files", "flatparam-optim", "flatparam-plan"):
+    for package in (
+        "flatparam-clients",
+        "flatparam-comm",
+        "flatparam",
+        "flatparam-files",
+        "flatparam-optim",
+        "flatparam-plan",
+    ):
         assert '"flatparam-core>=0.1,<0.3"' in text_of(clone, package, "pyproject.toml")
         noted = Changelog(text_of(clone, package, "CHANGELOG.md"))
         assert noted.unreleased.endswith("### Changed\n\n- Takes `flatparam-core` 0.2, too.")
     assert git(clone, "tag", "--points-at", "HEAD") == "flatparam-core-v0.2.0"
     assert git(clone, "log", "--format=%s") == "Release flatparam-core 0.2.0\nAll"
     assert git(clone, "show", "--name-only", "--format=").splitlines() == [
+        "packages/flatparam-clients/CHANGELOG.md",
+        "packages/flatparam-clients/pyproject.toml",
         "packages/flatparam-comm/CHANGELOG.md",
         "packages/flatparam-comm/pyproject.toml",
         "packages/flatparam-core/CHANGELOG.md",

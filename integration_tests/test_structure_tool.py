@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from structure import main as tool  # noqa: E402
-from structure.budgets import BUDGETS, Budget, lines_of, over_budget  # noqa: E402
+from structure.budgets import BUDGETS, FIGURES, Budget, beyond, lines_of, over_budget  # noqa: E402
+from structure.density import figures_of  # noqa: E402
 from structure.main import GOALS  # noqa: E402
 from structure.sources import House  # noqa: E402
 from structure.walk import returns  # noqa: E402
@@ -62,7 +63,7 @@ def house(tmp_path: Path) -> House:
 
 
 def test_circles_count_what_is_only_typed(house: House) -> None:
-    """An import under `TYPE_CHECKING` closes a circle; that of a package's own `__init__` is not in it."""
+    """An import under `TYPE_CHECKING` closes a circle, but one of another package does not; nor does an `__init__`."""
     assert house.circles() == [["flatparam_core.one", "flatparam_core.two"]]
 
 
@@ -122,11 +123,33 @@ def test_the_build_fails_beyond_a_budget(
 ) -> None:
     """`--budgets`, which `nox -s layers` calls, prints the lines and returns 1 if there are too many."""
     monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "beyond", lambda figures: [])
     assert tool.main(["--budgets"]) == 0
     long = tmp_path / "packages/flatparam-core/src/flatparam_core/long.py"
     long.write_text("\n" * BUDGETS["flatparam-core"].most)
     assert tool.main(["--budgets"]) == 1
     assert "flatparam-core has 5," in capsys.readouterr().out
+
+
+def test_a_figure_beyond_its_budget(house: House, tmp_path: Path) -> None:
+    """The figures of a small house are what they are, and one that is more than its budget is named with both."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("x" * 121 + "\n| " + "y" * 130 + " |\n")
+    found = figures_of(house, tmp_path)
+    assert found["files"] == len(FILES)
+    assert found["files under 100 lines"] == len(FILES)
+    assert found["function docstrings without a verb"] == 1
+    assert found["lines of docs over 120 columns"] == 1
+    assert found.keys() == FIGURES.keys()
+    as_it_is = {name: Budget(figure, 0) for name, figure in found.items()}
+    assert beyond(found, as_it_is) == []
+    (told,) = beyond(found, {**as_it_is, "files": Budget(len(FILES) - 1, 0)})
+    assert told.startswith(f"files: expected at most {len(FILES) - 1}, found {len(FILES)}")
+
+
+def test_no_figure_is_beyond_its_budget() -> None:
+    """The sources of this checkout keep to the budget of each figure."""
+    assert beyond(figures_of(House.of(ROOT), ROOT)) == []
 
 
 def test_the_table() -> None:

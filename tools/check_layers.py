@@ -44,23 +44,37 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "api",
         "command",
         "addons",
+        "compat",
+        "compat.patching",
         "fully_sharded_data_parallel",
         "observing.picture",
+        "observing.stopwatch",
         "observing.table",
         "observing.whole_program",
         "policies.policy",
+        "promised",
         "resolving",
+        "sharding.extension_point",
+        "sharding.extensions",
+        "state.optimizer",
+        "state.settings",
+        "state.streaming",
+        "wrapper.interior",
+        "wrapper.parameters",
+        "wrapper.ranks",
+        "wrapper.refusing",
     ),
+    "flatparam-clients": ("older_functions", "rekeying"),
 }
 # In no `__all__`, as in torch, and open all the same.
 OPEN_NAMES: Final = {"flatparam.policies.policy._Policy": "the base class of FSDP1's policies"}
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-# The one place that may know torch's own FSDP: it recognises torch's enums and config objects.
-COMPATIBILITY: Final = ("flatparam", ("compat.py", "compat"))
+# The one place that may know torch's own FSDP: it makes torch's names ours.
+COMPATIBILITY: Final = ("flatparam-clients", ("installing.py", "names.py"))
 # Those of FSDP1's private modules.
-FACADES: Final = "flatparam.private"
+FACADES: Final = "flatparam_clients.private"
 # What passes names of the layer beneath on, and the module of each that does.
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
 VOCABULARY: Final = "vocabulary"
@@ -157,7 +171,7 @@ class Package:
 
 
 def _imports(tree: ast.Module) -> Iterator[Use]:
-    typing = {id(each) for node in ast.walk(tree) if _is_for_typing(node) for each in ast.walk(node)}
+    typing = _nodes_for_typing(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -175,6 +189,10 @@ def _imports(tree: ast.Module) -> Iterator[Use]:
                 yield Use(first.value, node.lineno, first.value)
 
 
+def _nodes_for_typing(tree: ast.Module) -> set[int]:
+    return {id(each) for node in ast.walk(tree) if _is_for_typing(node) for each in ast.walk(node)}
+
+
 def _is_for_typing(node: ast.AST) -> bool:
     """Whether it is `if TYPE_CHECKING:` without an else."""
     return isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING") and not node.orelse
@@ -188,13 +206,13 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _attributes(tree: ast.Module) -> Iterator[Use]:
-    meaning = _names_bound_by_imports(tree)
+    meaning, typing = _names_bound_by_imports(tree), _nodes_for_typing(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             dotted = _dotted(node)
             first, _, rest = dotted.partition(".")
             if rest and first in meaning:
-                yield Use(f"{meaning[first]}.{rest}", node.lineno)
+                yield Use(f"{meaning[first]}.{rest}", node.lineno, typing=id(node) in typing)
 
 
 def _names_bound_by_imports(tree: ast.Module) -> dict[str, str]:

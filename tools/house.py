@@ -26,6 +26,13 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
 }
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-clients": (
+        "flatparam-core",
+        "flatparam-comm",
+        "flatparam-runtime",
+        "flatparam-state",
+        "flatparam",
+    ),
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),

@@ -14,8 +14,8 @@ from plans.configurations import CONFIGURATIONS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatparam_plan.measuring import measure
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.costs import measure
+from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")

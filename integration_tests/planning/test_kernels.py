@@ -6,10 +6,9 @@ import pytest
 import torch
 from plans.configurations import CONFIGURATIONS
 
-from flatparam_plan.hollow.kernels import Kernel, operands_of
-from flatparam_plan.hollow.rules import by_rule
+from flatparam_plan.hollow.kernels import Kernel, by_rule, operands_of
 from flatparam_plan.hollow.temporaries import Temporaries, tried
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.training import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatparam import PlanError
-from flatparam_plan.measuring import measure
+from flatparam_plan.costs import measure
 from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.training import Setup, TrainingProgram
 

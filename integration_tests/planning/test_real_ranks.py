@@ -7,9 +7,8 @@ from plans.configurations import CONFIGURATIONS
 
 from flatparam_comm import ProcessGroupCollectives, shared_memory
 from flatparam_comm.testing import PATIENCE, run_processes
-from flatparam_plan.costs import Costs
-from flatparam_plan.measuring import measure
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.costs import Costs, measure
+from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.training import Setup
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import PlanError, plan
-from flatparam_plan.fitting.choosing import fit
-from flatparam_plan.hardware import running
-from flatparam_plan.making import plans_of
+from flatparam_plan.fitting.fit import fit
+from flatparam_plan.hardware import samples
+from flatparam_plan.planner import plans_of
 from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +56,7 @@ PLANNER = os.getpid()
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are run for a tenth of a second."""
-    monkeypatch.setattr(running, "_SECONDS", 0.1)
+    monkeypatch.setattr(samples, "_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

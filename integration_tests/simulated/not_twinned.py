@@ -10,9 +10,11 @@ from typing import Final
 
 _COMM: Final = "packages/flatparam-comm/tests"
 _RUNTIME: Final = "packages/flatparam-runtime/tests"
+_OPTIM: Final = "packages/flatparam-optim/tests"
 _STATE: Final = "packages/flatparam-state/tests"
 _LIFTED: Final = "integration_tests/lifted"
 _PUBLISH: Final = "packages/flatparam-publish/tests"
+_CLIENTS: Final = "packages/flatparam-clients/tests"
 _INTERFACE: Final = "packages/flatparam/tests"
 
 _GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
@@ -87,22 +89,22 @@ NOT_TWINNED: Final = MappingProxyType(
         ),
         f"{_INTERFACE}/test_compositions.py::test_marks_for_the_compiler": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_deferred_init.py::test_param_init_fn_is_called_as_by_torch": _FSDP1_ON_CPU,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_every_optimizer_has_the_bits_of_the_plain_one": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_is_the_optimizers_own": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_saved_and_loaded_between": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_what_cannot_be_cut_is_stepped_whole": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_gradients_come_and_go": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_that_the_step_makes_is_put_together": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_state_that_was_cleared": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_a_step_that_is_broken_off": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_a_step_is_noticed_by_autograd": _PIECES,
-        f"{_RUNTIME}/optimizers/test_flat_pieces.py::test_other_parameters_are_left_alone": _PIECES,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
-        f"{_RUNTIME}/optimizers/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_every_optimizer_has_the_bits_of_the_plain_one": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_is_the_optimizers_own": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_saved_and_loaded_between": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_what_cannot_be_cut_is_stepped_whole": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_gradients_come_and_go": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_that_the_step_makes_is_put_together": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_state_that_was_cleared": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_a_step_that_is_broken_off": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_a_step_is_noticed_by_autograd": _PIECES,
+        f"{_OPTIM}/segments/test_flat_pieces.py::test_other_parameters_are_left_alone": _PIECES,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_every_optimizer_has_the_bits_of_the_plain_one[whole-AdamW-how6]": _FUSED,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_a_scaler_that_skips_steps[True]": _FUSED,
+        f"{_OPTIM}/segments/test_joined_steps.py::test_long_parameters_are_not_joined": _PIECES,
         "integration_tests/matrices/test_muon.py::test_half_precision_is_exact": _HALF,
         f"{_INTERFACE}/test_grad_scaler.py::test_sparse_gradients_are_torchs": _SPARSE,
-        f"{_INTERFACE}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_install.py::test_after_torch_has_wrapped": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_offloading.py::test_the_bytes_that_are_freed": _STAYS,
         f"{_INTERFACE}/test_offloading.py::test_host_memory_of_a_host": _STAYS,
         f"{_INTERFACE}/test_offloading.py::test_between_forward_and_backward": _STAYS,
@@ -116,20 +118,20 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_STATE}/test_memory.py::test_loading_a_model_allocates_nothing": (
             "values that lie on the host come through memory of the device"
         ),
-        f"{_INTERFACE}/test_clients_inside.py::test_the_upcast_of_mixed_precision": _CPU_BY_NAME,
+        f"{_CLIENTS}/test_clients_inside.py::test_the_upcast_of_mixed_precision": _CPU_BY_NAME,
         f"{_INTERFACE}/test_fully_shard.py::test_unshard_and_reshard": _BY_HAND,
         f"{_INTERFACE}/test_fully_shard.py::test_policies_of_torch": "memory that is not pinned is refused there",
         f"{_INTERFACE}/test_fully_shard.py::test_values_after_sharding_on_the_meta_device": _CPU_BY_NAME,
-        f"{_INTERFACE}/test_private_names.py::test_a_flat_parameter_that_is_cast": _FSDP1_ON_CPU,
-        f"{_INTERFACE}/test_private_names.py::test_the_facts_of_a_flat_parameter_are_torchs": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_private_names.py::test_a_flat_parameter_that_is_cast": _FSDP1_ON_CPU,
+        f"{_CLIENTS}/test_private_names.py::test_the_facts_of_a_flat_parameter_are_torchs": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_placement.py::test_without_sync_module_states_each_rank_keeps_its_own_values": _BY_HAND,
-        f"{_INTERFACE}/test_private_names.py::test_the_length_of_a_shard": _BY_HAND,
+        f"{_CLIENTS}/test_private_names.py::test_the_length_of_a_shard": _BY_HAND,
         f"{_INTERFACE}/test_wrapper_tensors.py::test_training_on_top_of_it": _BY_HAND,
         f"{_INTERFACE}/test_placement.py::test_ways_to_name_the_cpu": "it is about the CPU",
         f"{_INTERFACE}/test_policies.py::test_a_policy_function_is_asked_with_torchs_arguments": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps": _FSDP1_ON_CPU,
         f"{_INTERFACE}/test_policies.py::test_the_modules_that_torch_wraps_beside_ignored_ones": _FSDP1_ON_CPU,
-        f"{_INTERFACE}/test_private_names.py::test_how_far_ahead_units_are_gathered": _GATHERS_AHEAD,
+        f"{_CLIENTS}/test_private_names.py::test_how_far_ahead_units_are_gathered": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_resolving.py::test_forward_prefetch": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_resolving.py::test_no_prefetch": _GATHERS_AHEAD,
         f"{_INTERFACE}/test_state_dict.py::test_a_state_that_torchs_fsdp1_saved": _FSDP1_ON_CPU,

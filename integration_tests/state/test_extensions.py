@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flatparam
-from flatparam._fsdp_extensions import FSDPExtensions, _set_fsdp_extensions
+from flatparam_clients.private._fsdp_extensions import FSDPExtensions, _set_fsdp_extensions
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 

@@ -9,9 +9,9 @@ import torch
 from attrs import frozen
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
-from flatparam_plan.hardware.sample import ROUGH, Sample
-from flatparam_plan.making import plan_from
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.hardware.samples import ROUGH, Sample
+from flatparam_plan.planner import plan_from
+from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.report import Plan
 from flatparam_plan.timeline import predict
 from flatparam_plan.training import Setup, TrainingProgram

@@ -49,8 +49,8 @@ def main() -> int:
 
 def compared(name: str, configuration: object) -> tuple[list[str], int]:
     """The row of a configuration, planned and run, and how many of its numbers were wrong."""
-    from flatparam_plan.measuring import measure
-    from flatparam_plan.rehearsal.rehearsing import rehearse
+    from flatparam_plan.costs import measure
+    from flatparam_plan.rehearsal import rehearse
     from flatparam_plan.training import Setup
     from plans.configurations import Configuration
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from flatparam_comm import Topology, resolve_topology
-from flatparam_plan.fitting.choosing import fit
-from flatparam_plan.hardware.sample import ROUGH, Sample
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.fitting.fit import fit
+from flatparam_plan.hardware.samples import ROUGH, Sample
+from flatparam_plan.named_units import NamedUnits
+from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.timeline import predict
 from flatparam_plan.training import Setup, Trained, TrainingProgram, train, train_step
-from flatparam_plan.units import NamedUnits
 from plans.transformers import Decoder, LlamaBlock, Sizes
 
 ROUNDS: Final = 20

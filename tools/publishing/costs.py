@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_publish import Mailbox, Publisher, Receiver, publish
-from flatparam_publish.versions.encoding import bits_of, changes
+from flatparam_publish.encoding import bits_of, changes
 
 from .job import batches, pretrained, train
 

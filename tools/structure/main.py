@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from pages import table
 
-from structure.budgets import BUDGETS, lines_of, over_budget
+from structure.budgets import BUDGETS, FIGURES, beyond, lines_of, over_budget
+from structure.density import figures_of
 from structure.page import PAGE, page_of, text_of
 from structure.sources import House
 from structure.walk import LIBRARIES, Trace, returns, trace_a_step
@@ -80,7 +81,7 @@ def _traces() -> dict[str, Trace]:
 
 
 def print_budgets(root: Path) -> int:
-    """Print the lines of each package beside its budget and its goal; return 1 if one has more than its budget."""
+    """Print each figure that has a budget beside it and its goal; return 1 if one is beyond its budget."""
     house = House.of(root)
     lines = [["package", "lines", "budget", "goal"]]
     for name, count in lines_of(house).items():
@@ -89,7 +90,14 @@ def print_budgets(root: Path) -> int:
             [name, f"{count:,}", *([f"{budget.most:,}", f"{budget.goal:,}"] if budget else ["none", ""])]
         )
     print(table(lines))
-    problems = over_budget(house)
+    counted = figures_of(house, root)
+    rows = [
+        [name, f"{figure:,}", f"{FIGURES[name].most:,}", f"{FIGURES[name].goal:,}"]
+        for name, figure in counted.items()
+    ]
+    print()
+    print(table([["figure", "now", "budget", "goal"], *rows]))
+    problems = [*over_budget(house), *beyond(counted)]
     for problem in problems:
         print(problem)
     return 1 if problems else 0
@@ -99,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the figures, each beside its goal; `--json` prints what they are made of, too.
 
     `--page` writes the page that follows a step through the files instead, and `--step` prints the step's code.
-    `--budgets` prints the lines of each package alone, and returns 1 if one has more than its budget.
+    `--budgets` prints what has a budget, and returns 1 if something is beyond it.
     """
     parser = argparse.ArgumentParser(
         prog="python tools/structure", description="How the packages are built, in figures."

@@ -84,7 +84,10 @@ class House:
     def imports(self, module: Module) -> Iterator[str]:
         """The modules of the packages that `module` imports, or imports names from."""
         package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+        promised = _promised(module)
         for node in ast.walk(module.tree):
+            if node in promised:
+                continue
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names if alias.name in self.by_name)
             elif isinstance(node, ast.ImportFrom):
@@ -160,6 +163,20 @@ class House:
             for module in self.modules
             if module.name.split(".")[0] == package and any(map(_is_private_name_of_torch, _dotted(module)))
         ]
+
+
+def _promised(module: Module) -> set[ast.AST]:
+    """Return the imports under `TYPE_CHECKING` of other packages: of add-ons, whose names a layer promises."""
+    own = module.name.partition(".")[0]
+    return {
+        node
+        for block in ast.walk(module.tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom)
+        and not node.level
+        and (node.module or "").partition(".")[0] != own
+    }
 
 
 def _targets(tree: ast.Module) -> Iterator[ast.Attribute]:

@@ -86,6 +86,7 @@ AFTER_COMMIT = [Moment.RENAMED, Moment.COMMITTED, Moment.LATEST_WRITTEN, Moment.
 WHILE_RETIRING = [Moment.RETIRING, Moment.RETIRED]
 
 
+@pytest.mark.pairs("moment", "asynchronous")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("moment", [*Moment], ids=lambda moment: moment.name)
 def test_a_failure_at_each_moment(moment: Moment, asynchronous: bool, tmp_path: Path) -> None:

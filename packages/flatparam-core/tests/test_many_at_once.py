@@ -82,6 +82,7 @@ def test_what_lies_between_is_not_divided() -> None:
     assert ledger.is_full
 
 
+@pytest.mark.pairs("dtype", "given_dtype")
 @pytest.mark.parametrize("given_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-7, 1.0, 6e4])

@@ -35,6 +35,7 @@ def set_data(module: nn.Module, name: str, values: torch.Tensor) -> None:
 WAYS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"object": set_object, "data": set_data}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("unsharded", [False, True], ids=["sharded", "unsharded"])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_flat_parameter_refuses_a_replacement(name: str, unsharded: bool) -> None:
@@ -64,6 +65,7 @@ def test_a_full_parameter_cannot_be_replaced(use_orig_params: bool) -> None:
     assert module.weight.shape == sharded
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [(2, 3), (6,)], ids=["full", "one-dimensional"])
 @pytest.mark.parametrize("way", WAYS)
 def test_values_that_fit_are_taken_over(way: str, shape: tuple[int, ...]) -> None:

@@ -37,6 +37,7 @@ def handle_in(state: str, use_orig_params: bool) -> tuple[nn.Linear, FlatParamHa
     return module, handle
 
 
+@pytest.mark.pairs("state", "step")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("state", Residency.__members__)
 def test_every_step_from_every_state(state: str, step: str, use_orig_params: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats import open_source
 
 from .fuzzing import MAKE, Fuzzer, chain_of, limit_memory

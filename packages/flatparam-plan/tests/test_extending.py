@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm.testing import PATIENCE
-from flatparam_plan.fitting.choosing import fit
-from flatparam_plan.rehearsal.rehearsal import Rehearsal
-from flatparam_plan.rehearsal.rehearsing import rehearse
-from flatparam_plan.repeated import extending
-from flatparam_plan.repeated.extending import rehearse_repeated
+from flatparam_plan.fitting.fit import fit
+from flatparam_plan.named_units import NamedUnits
+from flatparam_plan.rehearsal import Rehearsal, rehearse
+from flatparam_plan.repeated import extension
+from flatparam_plan.repeated.extension import rehearse_repeated
 from flatparam_plan.repeated.repeats import Template, runs_of
 from flatparam_plan.training import Setup, TrainingProgram
-from flatparam_plan.units import NamedUnits
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -216,11 +215,11 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
         sizes.append(len(trained.build().blocks))
         return rehearse(trained, *args, **kwargs)
 
-    monkeypatch.setattr(extending, "rehearse", counted)
+    monkeypatch.setattr(extension, "rehearse", counted)
     found = fit(program(deep), setup, memory=10**9, profile="h100")
     assert sizes
     assert max(sizes) < 20
-    monkeypatch.setattr("flatparam_plan.fitting.planner.rehearse_repeated", lambda *_: None)
+    monkeypatch.setattr("flatparam_plan.planner.rehearse_repeated", lambda *_: None)
     assert fit(program(deep), setup, memory=10**9, profile="h100").table() == found.table()
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel, PlanError, ShardingStrategy, plan
 from flatparam.wrap import planned
 from flatparam_comm import Collectives, run_threads
-from flatparam_plan.fitting.choosing import fit
+from flatparam_plan.fitting.fit import fit
 from flatparam_plan.fitting.fitted import Fitted
-from flatparam_plan.fitting.replay import Replay
-from flatparam_plan.hardware.named import profile_named
-from flatparam_plan.making import plan_of
+from flatparam_plan.fitting.replayed import Replay
+from flatparam_plan.hardware.profile import profile_named
+from flatparam_plan.named_units import NamedUnits, outline_of
+from flatparam_plan.planner import plan_of
 from flatparam_plan.training import Setup, TrainingProgram
-from flatparam_plan.units import NamedUnits, outline_of
 from flatparam_runtime import units_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")

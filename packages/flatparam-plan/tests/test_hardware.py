@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from flatparam import PlanError
 from flatparam_comm import Collectives, SingleCollectives, Topology, run_threads
 from flatparam_plan import hardware, here
-from flatparam_plan.hardware.clock import Clock, ClockedCollectives, Lap
-from flatparam_plan.hardware.sample import ROUGH, Sample
-from flatparam_plan.hardware.stretches import Stretches, Timings
-from flatparam_plan.rehearsal.rehearsal import Rehearsal
-from flatparam_plan.rehearsal.rehearsing import rehearse
+from flatparam_plan.hardware.samples import ROUGH, Sample
+from flatparam_plan.hardware.stretches import Clock, ClockedCollectives, Lap, Stretches, Timings
+from flatparam_plan.rehearsal import Rehearsal, rehearse
 from flatparam_plan.timeline import predict
 from flatparam_plan.training import Setup, TrainingProgram
 

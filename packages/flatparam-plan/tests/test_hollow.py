@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam_comm.testing import PATIENCE
-from flatparam_plan.hollow.accumulating import adds_in_place, owners_if_alone
+from flatparam_plan.hollow.blank import Blank
 from flatparam_plan.hollow.compiler import StandIn, without_compiler
-from flatparam_plan.hollow.models import Blank
+from flatparam_plan.hollow.unwatched import adds_in_place, owners_if_alone
 
 COMPILER = "torch._dynamo"
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from flatparam import Plan, PlanError, plan
 from flatparam.command import main
-from flatparam_plan.collector import with_little_to_collect
-from flatparam_plan.fitting.choosing import fit
-from flatparam_plan.hardware.named import profile_named
-from flatparam_plan.making import plan_of
-from flatparam_plan.measuring import measure
+from flatparam_plan.costs import measure
+from flatparam_plan.fitting.fit import fit, with_little_to_collect
+from flatparam_plan.hardware.profile import profile_named
+from flatparam_plan.planner import plan_of
 from flatparam_plan.training import Setup, TrainingProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatparam_publish import PublishError
-from flatparam_publish.versions.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
+from flatparam_publish.encoding import HEADER_NBYTES, bits_of, changes, read_records, values
 
 DTYPES = [
     torch.bfloat16,

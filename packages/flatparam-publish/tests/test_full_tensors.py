@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology
 from flatparam_comm.testing import rectangle, run_processes, run_threads
-from flatparam_publish import PublishError, files, publish
+from flatparam_publish import PublishError, dense, publish
+from flatparam_publish.catalogue import published_tensors
 from flatparam_publish.gathering import full_tensors, most_nbytes
-from flatparam_publish.versions.catalogue import published_tensors
 from flatparam_runtime import FlatParamError, UnitPlan, shard_module, summon_full_params
 
 from .beneath import CASES, AllocatedBytes, Case, mlp, shard, shard_case
@@ -198,8 +198,8 @@ def test_tensors_may_be_kept() -> None:
 @pytest.mark.parametrize("largest", [40, 10**9])
 def test_files(name: str, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file, or a directory with as many files as are needed and an index, has every tensor."""
-    whole = files.divided
-    monkeypatch.setattr(files, "divided", lambda tensors: whole(tensors, largest))
+    whole = dense.divided
+    monkeypatch.setattr(dense, "divided", lambda tensors: whole(tensors, largest))
 
     def program(ranks: Collectives) -> dict[str, Tensor]:
         model = shard_case(CASES[name], ranks)

@@ -527,7 +527,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_an_interrupted_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that was interrupted while it wrote says that it has no version, and then finishes it."""
-    from flatparam_publish.target import Value
+    from flatparam_publish.receiver import Value
 
     model = mlp()
     publisher, received = Publisher(model, Mailbox(tmp_path)), {}

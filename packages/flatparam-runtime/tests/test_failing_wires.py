@@ -80,6 +80,7 @@ def fails_once(collectives: Collectives, plan: PrefetchPlan, kept: list[BaseExce
     return step(module, collectives.rank)
 
 
+@pytest.mark.pairs("op", "plan")
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("plan", PREFETCH)
 @pytest.mark.parametrize(("op", "nth"), CASES, ids=[f"{op} {nth}" for op, nth in CASES])

@@ -76,6 +76,7 @@ def _rmsprop(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(parameters, lr=0.01, foreach=True)
 
 
+@pytest.mark.pairs("shape", "accumulate")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("accumulate", ["once", "no_sync", "reduced"])
 @pytest.mark.parametrize("make", [_adam, _sgd, _rmsprop])

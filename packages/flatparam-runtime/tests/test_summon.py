@@ -92,6 +92,7 @@ SHOWN: list[dict[str, bool]] = [
 ]
 
 
+@pytest.mark.pairs("inner", "outer")
 @pytest.mark.parametrize("outer", SHOWN, ids=told)
 @pytest.mark.parametrize("inner", SHOWN, ids=told)
 def test_one_inside_another(outer: dict[str, bool], inner: dict[str, bool], use_orig_params: bool) -> None:

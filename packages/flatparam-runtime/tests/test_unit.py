@@ -120,6 +120,7 @@ def test_precision_is_that_of_the_plan(ranks: int) -> None:
     run(ranks, steps)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.INSPECTING, Phase.REDUCING])
 @pytest.mark.parametrize("stage", ["begun", "finished", "at rest"])
 def test_reset_brings_it_to_rest_from_anywhere(phase: Phase, stage: str) -> None:

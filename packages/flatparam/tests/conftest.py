@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flatparam.compat import installing
 from flatparam_comm.testing import be_patient
 
 torch.set_num_threads(1)  # the ranks share the cores
@@ -44,19 +43,3 @@ def torch_world() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def leftovers_do_not_count() -> Iterator[None]:
-    """What torch's FSDP1 wrapped before, in tests that compare with it, is not too early for `flatparam.install()`.
-
-    Torch itself keeps some of these modules alive.
-    """
-    find = installing._wrapped_by_torch
-    before = find()
-    known = {id(each) for each in before}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            installing, "_wrapped_by_torch", lambda: [each for each in find() if id(each) not in known]
-        )
-        yield

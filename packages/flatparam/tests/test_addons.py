@@ -1,5 +1,6 @@
 """Add-ons: names and subcommands that are found when they are asked for, and what is said where one is lacking."""
 
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,9 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, name, None)
     for module in (flatparam, flatparam.wrap, flatparam.optim):
         for name in (
+            "Installation",
+            "install",
+            "uninstall",
             "Plan",
             "PlanError",
             "plan",
@@ -73,7 +77,7 @@ def test_importing_imports_no_add_on() -> None:
     """Neither the package nor any module of it that users import brings an add-on along."""
     program = (
         "import sys, flatparam.wrap, flatparam.optim, flatparam.api, flatparam.command.arguments, flatparam.in_place.applying\n"
-        "flatparam.FullyShardedDataParallel, flatparam.install\n"
+        "flatparam.FullyShardedDataParallel, flatparam.clip_grad_norm_\n"
         f"print([name for name in {addons._ADDONS!r} if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -86,6 +90,7 @@ def test_importing_imports_no_add_on() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "addon"),
     [
+        *((flatparam, name, "flatparam-clients") for name in ("Installation", "install", "uninstall")),
         (flatparam, "plan", "flatparam-plan"),
         (flatparam, "Plan", "flatparam-plan"),
         (flatparam.wrap, "planned", "flatparam-plan"),
@@ -150,6 +155,71 @@ def test_a_command_of_an_add_on_that_is_lacking(
     assert capsys.readouterr() == ("", f"flatparam plan: error: {LACKING.format('flatparam-plan')}\n")
 
 
+@pytest.mark.usefixtures("lacking")
+@pytest.mark.parametrize(
+    "arguments", [["run", "x.py"], ["run", "-m", "x"], ["trace", "--out", "traces", "x.py"]]
+)
+def test_a_command_that_runs_a_program_without_the_add_on(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`flatparam run` and `flatparam trace --out` say in a line what to install, and run and change nothing."""
+    before = dict(os.environ)
+    assert main(arguments) == 2
+    assert dict(os.environ) == before
+    expected = f"flatparam {arguments[0]}: error: {LACKING.format('flatparam-clients')}\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+WITHOUT_CLIENTS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.modules["flatparam_clients"] = None
+import flatparam, torch
+from flatparam_comm import SingleCollectives
+model = flatparam.FullyShardedDataParallel(torch.nn.Linear(2, 2), SingleCollectives())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+model.load_state_dict(model.state_dict())
+flat = model.params[0]
+"""
+"""A wrapper is made and trained without the add-on."""
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        ("model._handle", "FullyShardedDataParallel._handle"),
+        ("type('Mine', (type(model),), {})(model.module, SingleCollectives())._handle", None),
+        ("model.training_state", "FullyShardedDataParallel.training_state"),
+        ("model._sync_gradients = True", "FullyShardedDataParallel._sync_gradients"),
+        ("type(model).full_optim_state_dict", "FullyShardedDataParallel.full_optim_state_dict"),
+        ("flat._local_shard", "FlatParameter._local_shard"),
+        ("import flatparam._debug_utils", ""),
+        ("from flatparam.compat.installing import install", ""),
+        ("from flatparam.algorithms._comm_hooks.default_hooks import DefaultState", ""),
+    ],
+)
+def test_an_attribute_of_an_add_on_that_is_lacking(use: str, name: str | None) -> None:
+    """The wrapper works; FSDP1's private names, and modules that have moved, say what to install."""
+    program = f"{WITHOUT_CLIENTS}try:\n    {use}\nexcept (AttributeError, ImportError) as error:\n    print(error)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    about = "FullyShardedDataParallel._handle" if name is None else name
+    told = f"{about}: " if about else ""
+    assert (done.stdout, done.stderr) == (f"{told}{LACKING.format('flatparam-clients')}\n", "")
+
+
+def test_a_name_that_nobody_promises() -> None:
+    """An attribute that is nowhere is what it was, without the add-on, and `hasattr` tells the truth of both kinds."""
+    program = f"{WITHOUT_CLIENTS}print(hasattr(model, 'nothing'), hasattr(model, '_handle'), hasattr(flat, '_params'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.stdout, done.stderr) == ("False False False\n", "")
+
+
 @pytest.mark.usefixtures("lacking", "installed")
 def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     """The help has what is installed and what is not; an installed package brings its command."""
@@ -157,7 +227,12 @@ def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out
-    for line in ("greet +say a name", "plan +expected the add-on flatparam-plan, which", "ckpt +inspect"):
+    for line in (
+        "greet +say a name",
+        "plan +expected the add-on flatparam-plan, which",
+        "run +expected the add-on flatparam-clients",
+        "ckpt +inspect",
+    ):
         assert re.search(rf"^ +{line}", said, re.MULTILINE), line
     assert main(["greet", "you"]) == 0
     assert capsys.readouterr().out == "hello, you\n"

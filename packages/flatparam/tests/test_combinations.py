@@ -56,6 +56,7 @@ def between(model: FSDP, step: int) -> None:
             assert all(parameter.dim() for parameter in model.parameters())
 
 
+@pytest.mark.pairs("strategy", "policy")
 @pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated:FutureWarning")
 @pytest.mark.parametrize(("policy", "offload"), [("whole", False), ("blocks", True), ("pieces", False)])
 @pytest.mark.parametrize("strategy", list(ShardingStrategy), ids=lambda strategy: strategy.name)

@@ -1,4 +1,4 @@
-"""The wrapper beside other tools: activation checkpointing, the compiler's marks, gathering by hand, states by name."""
+"""The wrapper beside other tools: activation checkpointing, the compiler's marks."""
 
 import functools
 from typing import Any
@@ -16,8 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam.wrapper import training_state
-from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives
 
 from .models import Batch, mlp, seeded
@@ -94,65 +92,6 @@ def test_marks_for_the_compiler(torch_world: None, policy: Any, use_orig_params:
     assert found == expected
     compiled = [vars(module).get("_fsdp_use_orig_params") for module in mine.modules()]
     assert compiled.count(True) == list(found.values()).count(True) > 0
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_gathering_by_hand(async_op: bool, use_orig_params: bool) -> None:
-    """S-072: `_unshard` has full parameters in place, at once or once its handle was waited for; then it trains as ever."""
-
-    def rank(world: Collectives) -> Any:
-        model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
-        optimizer = torch.optim.Adam(model.parameters())
-        unit = model.module[0]
-        handle = unit._unshard(async_op)
-        if async_op:
-            assert isinstance(handle, training_state.UnshardHandle)
-            handle.wait()
-            handle.wait()
-        else:
-            assert handle is None
-        unit._wait_unshard_streams_on_current_stream()
-        assert torch.equal(unit.module.weight.detach(), seeded(mlp)[0].weight.detach())
-        train(model, optimizer, inputs(world.rank))
-        return model.state_dict()
-
-    reference = seeded(mlp)
-    train_on_mean(reference, torch.optim.Adam(reference.parameters()), 2)
-    for state in on_ranks(2, rank):
-        assert_same_state(state, reference.state_dict())
-
-
-@pytest.mark.parametrize("name", ["TrainingState", "HandleTrainingState"])
-def test_the_states_are_torchs(name: str) -> None:
-    """S-073: the names of what a wrapper and its flat parameter are doing are torch's."""
-    expected = getattr(__import__("torch.distributed.fsdp._common_utils", fromlist=[name]), name)
-    assert [member.name for member in getattr(training_state, name)] == [member.name for member in expected]
-
-
-def test_the_states_of_a_step() -> None:
-    """S-073: idle, forward, backward and summoned, as they are told by a unit."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    model = FSDP(module, HERE)
-    seen: list[tuple[TrainingState, HandleTrainingState]] = []
-
-    def note(*_: Any) -> None:
-        seen.append((TrainingState.of(model._unit), HandleTrainingState.of(model._unit)))
-
-    module[0].register_forward_hook(note)
-    module[1].register_full_backward_hook(note)
-    note()
-    model(torch.ones(1, 2)).sum().backward()
-    note()
-    with FSDP.summon_full_params(model):
-        note()
-    passing = TrainingState.FORWARD_BACKWARD
-    assert seen == [
-        (TrainingState.IDLE, HandleTrainingState.IDLE),
-        (passing, HandleTrainingState.FORWARD),
-        (passing, HandleTrainingState.BACKWARD_PRE),
-        (TrainingState.IDLE, HandleTrainingState.IDLE),
-        (TrainingState.SUMMON_FULL_PARAMS, HandleTrainingState.SUMMON_FULL_PARAMS),
-    ]
 
 
 def test_ranks_that_run_different_units_are_told() -> None:

@@ -102,6 +102,7 @@ READERS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("how", SHARDINGS)
 def test_whoever_reads_next_has_the_new_values(how: str, reader: Callable[..., Any]) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam._fsdp_extensions import FSDPExtensions, _set_fsdp_extensions
+from flatparam.sharding.extension_point import FSDPExtensions
+from flatparam.sharding.extensions import set_extensions
 from flatparam_comm import Collectives, run_threads
 
 
@@ -26,9 +27,9 @@ class Doubled(FSDPExtensions):
 
 @pytest.fixture
 def extended() -> Iterator[None]:
-    _set_fsdp_extensions(Doubled())
+    set_extensions(Doubled())
     yield
-    _set_fsdp_extensions(None)
+    set_extensions(None)
 
 
 def make() -> nn.Sequential:

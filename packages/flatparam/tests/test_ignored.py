@@ -25,8 +25,8 @@ def test_ignored_modules(argument: str, kind: Any, use_orig_params: bool) -> Non
     model = FSDP(module, HERE, use_orig_params=use_orig_params, **{argument: kind([module[1]])})
     assert all(a is b for a, b in zip(module[1].parameters(), inside, strict=True))
     assert [tuple(p.shape) for p in inside] == [tuple(p.shape) for p in mlp().parameters()]
-    assert model._handle is not None
-    assert model._handle.layout.fqns == ("0.weight", "0.bias")
+    assert model._unit.handles
+    assert model._unit.handles[0].layout.fqns == ("0.weight", "0.bias")
 
 
 def test_ignored_parameters(use_orig_params: bool) -> None:
@@ -36,8 +36,8 @@ def test_ignored_parameters(use_orig_params: bool) -> None:
     model = FSDP(module, HERE, use_orig_params=use_orig_params, ignored_states=kept)
     assert module[0].weight is kept[0]
     assert module[4].bias is kept[1]
-    assert model._handle is not None
-    assert sorted(model._handle.layout.fqns) == ["0.bias", "2.bias", "2.weight", "4.weight"]
+    assert model._unit.handles
+    assert sorted(model._unit.handles[0].layout.fqns) == ["0.bias", "2.bias", "2.weight", "4.weight"]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_ignored_modules_of_nested_wrappers_stay_ignored() -> None:
     model = FSDP(module, HERE)
     assert inner[2].weight is weight
     assert weight.dim() == 2
-    assert model._handle is not None
-    assert model._handle.layout.fqns == ("1.weight", "1.bias")
+    assert model._unit.handles
+    assert model._unit.handles[0].layout.fqns == ("1.weight", "1.bias")
 
 
 def test_ignoring_the_module_itself_is_warned_of() -> None:
@@ -78,7 +78,7 @@ def test_ignoring_the_module_itself_is_warned_of() -> None:
     module = mlp()
     with pytest.warns(UserWarning, match="ignored_modules"):
         model = FSDP(module, HERE, ignored_modules=[module])
-    assert not model._has_params
+    assert not model._unit.handles
 
 
 def test_a_wrapper_among_the_ignored_is_refused() -> None:
@@ -121,8 +121,8 @@ def test_ignoring_nothing_and_strangers() -> None:
     """An empty list ignores nothing, and so does a module from elsewhere."""
     for ignored in ([], [nn.Linear(2, 2)]):
         model = FSDP(mlp(), HERE, ignored_modules=ignored)
-        assert model._handle is not None
-        assert len(model._handle.layout.fqns) == 6
+        assert model._unit.handles
+        assert len(model._unit.handles[0].layout.fqns) == 6
 
 
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Sequential})], ids=["whole", "policy"])

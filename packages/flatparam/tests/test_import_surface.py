@@ -1,6 +1,5 @@
 """What can be imported, and what importing does."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -51,15 +50,6 @@ WRAP_NAMES = [
     "_ConfigAutoWrap",
 ]
 
-ELSEWHERE = [
-    ("fsdp.sharded_grad_scaler", "sharded_grad_scaler", "ShardedGradScaler"),
-    ("fsdp._debug_utils", "_debug_utils", "SimpleProfiler"),
-    ("fsdp._trace_utils", "_trace_utils", "TracingConfig"),
-    ("algorithms._comm_hooks", "algorithms._comm_hooks", "LOW_PRECISION_HOOKS"),
-    ("algorithms._comm_hooks", "algorithms._comm_hooks", "default_hooks"),
-]
-"""Where a name is in `torch.distributed`, where it is in `flatparam`, and the name."""
-
 
 PROGRAM = """
 import json, sys, warnings, torch
@@ -67,7 +57,6 @@ modules, seed = set(sys.modules), torch.get_rng_state()
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the world has one rank")
 import flatparam, flatparam.wrap, flatparam.sharded_grad_scaler, flatparam.algorithms._comm_hooks
-import flatparam._debug_utils, flatparam._trace_utils
 facts = {"group": torch.distributed.is_initialized(), "seed": torch.equal(seed, torch.get_rng_state())}
 from flatparam_comm import SingleCollectives
 module = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -110,13 +99,6 @@ def test_the_names_of_torchs_wrap_module(name: str) -> None:
 def test_all_public_names_of_torchs_wrap_module() -> None:
     """S-002: whatever `torch.distributed.fsdp.wrap` has in `__all__`, `flatparam.wrap` has too."""
     assert set(torch.distributed.fsdp.wrap.__all__) <= set(flatparam.wrap.__all__)
-
-
-@pytest.mark.parametrize(("theirs", "ours", "name"), ELSEWHERE)
-def test_names_elsewhere(theirs: str, ours: str, name: str) -> None:
-    """S-003: what torch has beside the wrapper is in a module of the same name here, and is not torch's."""
-    found = getattr(importlib.import_module(f"flatparam.{ours}"), name)
-    assert found is not getattr(importlib.import_module(f"torch.distributed.{theirs}"), name)
 
 
 def test_every_public_name_exists() -> None:

@@ -110,7 +110,7 @@ def test_gradients_travel_in_the_reduction_dtype(asked: dict[str, Any], reduced:
         group = RecordingCollectives(world, ledger)
         model = FSDP(seeded(mlp), group, mixed_precision=MixedPrecision(**asked))
         model(torch.ones(2, 3)).float().sum().backward()
-        return {t.dtype for t in ledger.transfers if t.op == "reduce_scatter"}, model._flat_param.grad.dtype
+        return {t.dtype for t in ledger.transfers if t.op == "reduce_scatter"}, model.params[0].grad.dtype
 
     assert on_ranks(2, rank) == [({reduced}, FP32)] * 2
 

@@ -16,6 +16,7 @@ from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, FlatParamError
 from flatparam_comm.testing import run_processes
+from flatparam_runtime import units_in
 
 from .models import Batch, Transformer, mlp, seeded
 from .worlds import assert_same_state, inputs, node_groups, on_ranks, train
@@ -88,7 +89,7 @@ def test_the_bytes_that_are_freed(tmp_path: Path, use_orig_params: bool) -> None
     def rank(world: Collectives) -> None:
         model, optimizer = made(use_orig_params=use_orig_params)
         train(model, optimizer, inputs(world.rank))
-        shard = 4 * sum(handle.flat_param.numel() for handle in model._all_handles)
+        shard = 4 * sum(handle.flat_param.numel() for unit in units_in(model) for handle in unit.handles)
         before = memory_of(everything(model, optimizer))
         states = memory_of([v for state in optimizer.state.values() for v in state.values() if v.dim()])
         # States of originals are as long as the stretches of a shard that are stepped: without some of the padding.

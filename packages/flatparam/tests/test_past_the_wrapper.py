@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import sys
 import threading
 from collections.abc import Callable
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -353,32 +352,3 @@ def test_a_state_past_the_wrapper_that_is_whole() -> None:
             assert model.module.save_pretrained()["gain.g"].tolist() == [2.0, 3.0]
 
     on_ranks(2, saved)
-
-
-def test_names_of_a_state_past_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT may ask a module that an adapter has beside its own weights for its state, for the names in it."""
-
-    class Keeper:
-        """As PEFT's `ModulesToSaveWrapper`."""
-
-        def adapter_state_dict(self, module: nn.Module) -> list[str]:
-            return list(module.state_dict())
-
-        adapter_state_dict_load_map = adapter_state_dict
-
-    for name, members in (
-        ("peft.tuners.tuners_utils", {"BaseTuner": type("BaseTuner", (), {})}),
-        ("peft.utils.other", {"ModulesToSaveWrapper": Keeper}),
-    ):
-        made = ModuleType(name)
-        vars(made).update(members)
-        monkeypatch.setitem(sys.modules, name, made)
-
-    def names(ranks: Collectives) -> None:
-        model = FSDP(Saves(), ranks, use_orig_params=True)
-        for ask in (Keeper().adapter_state_dict, Keeper().adapter_state_dict_load_map):
-            assert ask(model.module) == ["gain.g"]
-        with pytest.raises(FlatParamError, match="was called by itself"):
-            model.module.gain.state_dict()
-
-    on_ranks(2, names)

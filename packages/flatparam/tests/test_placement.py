@@ -113,8 +113,8 @@ def test_the_units_tensors_move(device: Any) -> None:
     ignored = module[2]
     model = FSDP(module, HERE, device_id=device, ignored_modules=[ignored])
     assert model.compute_device == torch.device("cuda", 0)
-    assert {tensor.device.type for tensor in (model._flat_param, *module[0].buffers())} == {"cuda"}
-    assert {tensor.device.type for tensor in (module[1]._flat_param, *ignored.parameters())} == {"cpu"}
+    assert {tensor.device.type for tensor in (*model.params, *module[0].buffers())} == {"cuda"}
+    assert {tensor.device.type for tensor in (*module[1].params, *ignored.parameters())} == {"cpu"}
 
 
 @pytest.mark.gpu

@@ -103,7 +103,7 @@ def test_an_optimizer_state_of_other_values_on_one_rank_is_told(how: str) -> Non
         model = SHARDINGS[how]()
         optimizer = torch.optim.Adam(model.parameters())
         step(model, optimizer, world.rank)
-        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        state = FSDP.optim_state_dict(model, optimizer)
         if differs and world.rank:
             for values in state["state"].values():
                 values["exp_avg"].mul_(2)

@@ -20,7 +20,7 @@ LINEAR = ModuleWrapPolicy({nn.Linear})
 
 def unsharded(model: FSDP) -> list[bool]:
     """For each unit with parameters, whether its full parameters are in memory."""
-    return [m._handle.is_unsharded for m in FSDP.fsdp_modules(model) if m._handle is not None]
+    return [handle.is_unsharded for m in FSDP.fsdp_modules(model) for handle in m._unit.handles]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_what_is_kept_after_the_forward(strategy: ShardingStrategy, kept: bool) 
     def rank(world: Collectives) -> Any:
         groups = node_groups(world) if strategy in HYBRID else None
         model = FSDP(mlp(), sharding_strategy=strategy, process_group=groups, auto_wrap_policy=LINEAR)
-        handles = [m._handle for m in FSDP.fsdp_modules(model) if m._handle]
+        handles = [handle for m in FSDP.fsdp_modules(model) for handle in m._unit.handles]
         loss = model(torch.ones(2, 3)).sum()
         between = {handle.is_unsharded for handle in handles}
         loss.backward()
@@ -153,7 +153,9 @@ def test_what_a_hybrid_sends() -> None:
         for ledger in ledgers:
             ledger.reset()
         model(torch.ones(2, 3)).sum().backward()
-        shards = [m._handle.layout.shard_numel * 4 for m in FSDP.fsdp_modules(model) if m._handle]
+        shards = [
+            4 * handle.layout.shard_numel for m in FSDP.fsdp_modules(model) for handle in m._unit.handles
+        ]
         units = {"0", "2", "4"}
         return shards, *(
             [(t.op, t.payload_nbytes) for t in ledger.transfers if t.label in units] for ledger in ledgers

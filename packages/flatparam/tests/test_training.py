@@ -266,7 +266,7 @@ def test_evaluation_keeps_nothing_unsharded() -> None:
     model = FSDP(seeded(mlp), HERE, auto_wrap_policy=LINEAR).eval()
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 3)), seeded(mlp)(torch.ones(2, 3)))
-    assert not any(wrapper._handle.is_unsharded for wrapper in FSDP.fsdp_modules(model) if wrapper._handle)
+    assert not any(handle.is_unsharded for each in FSDP.fsdp_modules(model) for handle in each._unit.handles)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])

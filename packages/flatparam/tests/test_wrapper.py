@@ -11,10 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from flatparam import BackwardPrefetch, ShardingStrategy
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.private._flat_param import FlatParamHandle
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
-from flatparam_core import FlatParameter
 from flatparam_runtime import BackwardOrder
 
 from .models import Batch, Block, Transformer, mlp, seeded
@@ -99,27 +97,6 @@ def test_parameter_names_are_fsdp1s(torch_world: None, policy: Any, use_orig: bo
     assert names[0] == names[1]
 
 
-def test_flat_parameters_carry_names_and_marks() -> None:
-    """One `_flat_param` per unit, of torch's type name, with `_fqns`, and marked as flattened."""
-    model = FSDP(seeded(Transformer), HERE, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    for wrapper in FSDP.fsdp_modules(model):
-        flat = wrapper._flat_param
-        assert isinstance(flat, FlatParameter)
-        assert isinstance(flat, nn.Parameter)
-        assert flat._fsdp_flattened
-        assert wrapper._has_params
-        assert wrapper._handle == FlatParamHandle(wrapper._unit, wrapper._unit.handles[0])
-        assert wrapper._handle.flat_param is flat
-    assert list(model._flat_param._fqns) == [
-        "embed.weight",
-        "extras.norm.weight",
-        "extras.norm.bias",
-        "extras.scale.weight",
-        "extras.scale.bias",
-    ]
-    assert list(model.blocks[0]._flat_param._fqns) == [name for name, _ in Block().named_parameters()]
-
-
 def test_original_parameters_are_the_same_objects() -> None:
     """With `use_orig_params` `parameters()` lists the objects from before, in order, each marked as flattened."""
     module = seeded(Transformer)
@@ -129,16 +106,6 @@ def test_original_parameters_are_the_same_objects() -> None:
     assert {id(p) for p in after} == {id(p) for p in before}
     assert len(after) == len(before)
     assert all(p._fsdp_flattened for p in after)  # type: ignore[attr-defined]
-
-
-def test_a_unit_without_parameters() -> None:
-    """S-010: everything may be in units below; the wrapper then has no flat parameter, and runs, saves and trains."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    model = FSDP(module, HERE, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert (model._has_params, model._flat_param, model._handle) == (False, None, None)
-    assert model.compute_device == torch.device("cpu")
-    model(torch.ones(1, 2)).sum().backward()
-    assert list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize(
@@ -319,3 +286,13 @@ def test_the_forward_takes_and_returns_anything() -> None:
     assert found["more"] == ("a", None)
     assert found["rest"] == {"flag": True}
     assert found["y"].requires_grad
+
+
+def test_a_unit_without_parameters() -> None:
+    """S-010: everything may be in units below; the wrapper then has no flat parameter, and runs, saves and trains."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = FSDP(module, HERE, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert model.params == []
+    assert model.compute_device == torch.device("cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]

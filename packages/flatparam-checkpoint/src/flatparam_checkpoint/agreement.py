@@ -52,7 +52,7 @@ class Failure:
         return cls(rank, text, is_interrupt=not isinstance(error, Exception))
 
     def error(self) -> CheckpointError:
-        """The error that every rank raises."""
+        """Return the error that every rank raises."""
         about = self.rank if self.about is None else self.about
         return CheckpointError(
             f"rank {self.rank}: {self.text}", rank=about, path=self.path, fqn=self.fqn, hint=self.hint
@@ -80,7 +80,7 @@ def attempt(
 
 
 def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
-    """The `fact` of every rank, if none has failed in what it has `attempted`.
+    """Return the `fact` of every rank, if none has failed in what it has `attempted`.
 
     Raises:
         CheckpointError: see `raise_first`.

@@ -27,7 +27,7 @@ def tensors_of(at: tuple[str, ...]) -> tuple[str, ...]:
 def averages_by_name(
     averages: ShardedEMA | Mapping[str, ShardedEMA] | None,
 ) -> dict[tuple[str, ...], ShardedEMA]:
-    """The averages, by the keys under which they are in a checkpoint.
+    """Return the averages, by the keys under which they are in a checkpoint.
 
     Raises:
         CheckpointError: for a name that has a different meaning there.

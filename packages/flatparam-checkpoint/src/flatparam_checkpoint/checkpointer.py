@@ -215,7 +215,7 @@ class Checkpointer:
             self._saver.close()
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order.
+        """Return the steps of which there is a checkpoint, in order.
 
         Raises:
             CheckpointError: if the directory is something else, or cannot be listed.
@@ -223,7 +223,7 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest(self) -> int | None:
-        """The step that `load()` would load; None if there is none.
+        """Return the step that `load()` would load; None if there is none.
 
         Raises:
             CheckpointError: if there are checkpoints, and none is sound.

@@ -13,7 +13,7 @@ __all__ = ["extra_state_modules"]
 
 
 def extra_state_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` that have an extra state, with its names in the state dict."""
+    """Yield the modules of `model` that have an extra state, with its names in the state dict."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             name = clean_fqn(path)

@@ -92,7 +92,7 @@ def _told(dtype: torch.dtype, device: str, numel: int) -> str:
 
 
 def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
-    """Whether the tensors pass every check below and share no memory; a fast path for the usual case."""
+    """Return whether the tensors pass every check below and share no memory; a fast path for the usual case."""
     return (
         whole.dtype == part.dtype
         and whole.dtype in _ORDERED
@@ -109,7 +109,7 @@ def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
 
 
 def _lies_dense(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor of real numbers holds its values, one after the other."""
+    """Return whether the memory of a tensor of real numbers holds its values, one after the other."""
     return (
         tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -173,7 +173,7 @@ def check_all_to_all(
 
 
 def check_subgroup(site: Site, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks as a tuple. Raises ValueError unless they are ranks of this group, in increasing order."""
+    """Return the ranks as a tuple. Raises ValueError unless they are ranks of this group, in increasing order."""
     if not _are_whole(ranks):
         raise site.refuse("a sequence of ranks, which are whole numbers", repr(ranks))
     chosen = tuple(ranks)

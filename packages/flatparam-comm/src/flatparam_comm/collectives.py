@@ -45,7 +45,7 @@ class Pending(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) without blocking the host."""
+        """Return whether `wait` would return (or raise) without blocking the host."""
         ...
 
 
@@ -64,7 +64,7 @@ class ExchangesValues(Protocol):
         ...
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
+        """Return every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
         ...
 
     def barrier(self, *, label: str = "") -> None:
@@ -154,7 +154,7 @@ class Parts(Protocol):
         ...
 
     def numel(self) -> int:
-        """The number of elements of the flat tensor."""
+        """Return the number of elements of the flat tensor."""
         ...
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -175,5 +175,5 @@ class TakesParts(Protocol):
 
 
 def takes_parts(collectives: Collectives) -> TypeGuard[TakesParts]:
-    """Whether `collectives` can reduce-scatter a tensor that lies in parts."""
+    """Return whether `collectives` can reduce-scatter a tensor that lies in parts."""
     return hasattr(collectives, "reduce_scatter_parts")

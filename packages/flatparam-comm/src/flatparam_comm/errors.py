@@ -155,7 +155,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def cause_among(error: BaseException, *kinds: type[E]) -> E | None:
-    """The first of `error`, what has led to it, and so on, that is one of `kinds`; None if none is."""
+    """Return the first of `error`, what has led to it, and so on, that is one of `kinds`; None if none is."""
     # A program may have made a circle.
     seen: set[int] = set()
     link: BaseException | None = error
@@ -168,12 +168,12 @@ def cause_among(error: BaseException, *kinds: type[E]) -> E | None:
 
 
 def describe_call(op: str, label: str) -> str:
-    """The name of a collective in every message of this package: `all_gather 'layers.0'`."""
+    """Return the name of a collective in every message of this package: `all_gather 'layers.0'`."""
     return f"{op} {label!r}" if label else op
 
 
 def told_steps(steps: int) -> str:
-    """The optimizer steps that a process has done, as in `after 12 optimizer steps`."""
+    """Return the optimizer steps that a process has done, as in `after 12 optimizer steps`."""
     if steps == 0:
         return "before the first optimizer step"
     return f"after {steps:,} optimizer step{'' if steps == 1 else 's'}"
@@ -182,5 +182,5 @@ def told_steps(steps: int) -> str:
 def _rebuild_peer_error(
     rank: int, cause: BaseException, waiting_rank: int, op: str, label: str, prefix: str
 ) -> PeerError:
-    """An unpickled `PeerError` (its constructor has keyword-only arguments, which pickle cannot pass)."""
+    """Return an unpickled `PeerError` (its constructor has keyword-only arguments, which pickle cannot pass)."""
     return PeerError(rank, cause, waiting_rank=waiting_rank, op=op, label=label, prefix=prefix)

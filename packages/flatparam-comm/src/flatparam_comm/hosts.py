@@ -11,7 +11,7 @@ __all__ = ["host_identity"]
 
 
 def host_identity() -> tuple[str, ...]:
-    """A value that is equal for two processes exactly if one can find the other by its process id.
+    """Return a value that is equal for two processes exactly if one can find the other by its process id.
 
     It holds the boot of the machine and the namespace of process ids, if the system tells them, and the host's name.
     """

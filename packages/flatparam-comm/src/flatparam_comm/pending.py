@@ -58,5 +58,5 @@ class ContinuedPending:
             self.then = None
 
     def done(self) -> bool:
-        """Whether `inner` is done."""
+        """Return whether `inner` is done."""
         return self.inner.done()

@@ -22,7 +22,7 @@ _PLURALS: Final = (
 
 
 def told_ranks(ranks: Iterable[int]) -> str:
-    """The ranks, in order: `[0, 1]`, or with ranges `[0-54, 56-63]`."""
+    """Return the ranks, in order: `[0, 1]`, or with ranges `[0-54, 56-63]`."""
     rows: list[list[int]] = []
     for rank in sorted(ranks):
         if rows and rank == rows[-1][-1] + 1:
@@ -34,12 +34,12 @@ def told_ranks(ranks: Iterable[int]) -> str:
 
 
 def said_by_ranks(said: Sequence[tuple[int, str]]) -> str:
-    """The deeds of the ranks in words: `rank 0 waits for ...; rank 1 has finished`; equal ones are one entry."""
+    """Return the deeds of the ranks in words: `rank 0 waits for ...; rank 1 has finished`; equal ones are one entry."""
     return "; ".join(_entries(said))
 
 
 def told_by_ranks(claim: str, said: Sequence[tuple[int, str]], advice: str = "") -> str:
-    """A message about several ranks: a claim, the deeds of the ranks, and what to do.
+    """Return a message about several ranks: a claim, the deeds of the ranks, and what to do.
 
     With few ranks it is one line, `claim: rank 0 ...; rank 1 ...; advice`. With many, each entry has its own line.
     """

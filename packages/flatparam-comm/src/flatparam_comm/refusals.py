@@ -52,13 +52,13 @@ class Site:
     label: str
 
     def refuse(self, expected: str, found: str, advice: str = "") -> ValueError:
-        """The error to raise here; it says what was expected, what was found and what to do."""
+        """Return the error to raise here; it says what was expected, what was found and what to do."""
         where = f"rank {self.rank} of {self.size}: {describe_call(self.op, self.label)}"
         return ValueError(f"{where}: expected {expected}, found {found}" + (f"; {advice}" if advice else ""))
 
 
 def site_of(collectives: ExchangesValues, op: str, label: str) -> Site:
-    """The place of a call of `collectives`."""
+    """Return the place of a call of `collectives`."""
     return Site(rank=collectives.rank, size=collectives.size, op=op, label=label)
 
 

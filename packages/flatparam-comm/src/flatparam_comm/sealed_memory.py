@@ -9,7 +9,7 @@ __all__ = ["make_sealed_memory"]
 
 
 def make_sealed_memory(name: str, nbytes: int) -> int:
-    """The descriptor of a new file in memory, all zeros; pages that nobody writes take none.
+    """Return the descriptor of a new file in memory, all zeros; pages that nobody writes take none.
 
     Only its user can open it, and its size is sealed: a process that maps it cannot be killed by another one that
     truncates it.

@@ -209,7 +209,7 @@ class FlatParamHandle:
     # Parameters
 
     def stamp(self) -> int:
-        """A number that grows with every change of the shard, or of the originals that are views of it."""
+        """Return a number that grows with every change of the shard, or of the originals that are views of it."""
         if self._shard.flat_param.data_ptr() != self._shard.address:
             self._follow()
         return self.exposure.stamp() + self._shard.moves
@@ -237,11 +237,11 @@ class FlatParamHandle:
         self.exposure.refresh()
 
     def full_nbytes(self, *, full_precision: bool = False) -> int:
-        """The bytes that `begin_unshard` allocates for the full parameters."""
+        """Return the bytes that `begin_unshard` allocates for the full parameters."""
         return self.forms.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
 
     def computes_in(self, *, full_precision: bool) -> bool:
-        """Whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
+        """Return whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
         return self.buffer.tensor.dtype == self.forms.dtype(full_precision=full_precision)
 
     def begin_unshard(
@@ -542,7 +542,7 @@ class FlatParamHandle:
             self.gradients = self._make_gradients()
 
     def has_presenter(self, index: int) -> bool:
-        """Whether the module shows a tensor made from the full parameter `index`, for example a `DTensor`."""
+        """Return whether the module shows a tensor made from the full parameter `index`, for example a `DTensor`."""
         return self.forms.has_presenter(index)
 
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -550,7 +550,7 @@ class FlatParamHandle:
         return self.forms.present(index, full)
 
     def flattened(self, index: int, shown: object) -> object:
-        """The tensor that was flattened, of one like `present` makes; anything else is returned as it is."""
+        """Return the tensor that was flattened, of one like `present` makes; anything else is returned as it is."""
         back = getattr(self.forms.attributes[index].get(PRESENTER), "flattened", None)
         return shown if back is None else back(shown)
 

@@ -12,7 +12,7 @@ __all__ = ["handle_of", "owner_of"]
 
 
 def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
-    """The flat parameter that holds an original `parameter`, and its index there; `None` if none does."""
+    """Return the flat parameter that holds an original `parameter`, and its index there; `None` if none does."""
     owner = marked_owner(parameter)
     if owner is None:
         return None
@@ -22,7 +22,7 @@ def owner_of(parameter: nn.Parameter) -> tuple[FlatParamHandle, int] | None:
 
 
 def handle_of(flat_param: FlatParameter) -> FlatParamHandle | None:
-    """The handle that a flat parameter belongs to; `None` if it was copied by itself, or the handle is gone."""
+    """Return the handle that a flat parameter belongs to; `None` if it was copied by itself, or the handle is gone."""
     reference = flat_param._held_by
     handle = None if reference is None else reference()
     assert handle is None or isinstance(handle, FlatParamHandle), "nothing else holds one"

@@ -34,6 +34,6 @@ def check_invariants(handle: FlatParamHandle) -> None:
 
 
 def shards_of(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> tuple[torch.Tensor, ...]:
-    """The shard of every rank of `layout`, packed from full `tensors` (one per slot); no rank has to run."""
+    """Return the shard of every rank of `layout`, packed from full `tensors` (one per slot); no rank has to run."""
     device = tensors[0].device
     return tuple(pack_shard(tensors, layout, rank=rank, device=device) for rank in range(layout.world_size))

@@ -60,5 +60,5 @@ class Threshold:
 
 
 def all_thresholds() -> list[Threshold]:
-    """Every threshold of the layers that have been imported, sorted by name."""
+    """Return every threshold of the layers that have been imported, sorted by name."""
     return [_MADE[name] for name in sorted(_MADE)]

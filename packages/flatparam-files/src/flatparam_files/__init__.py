@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from flatparam_files.version import __version__ as __version__
-
 if TYPE_CHECKING:
-    from flatparam_files.boxes import Box, row_major_boxes
     from flatparam_files.checkpoint import (
         CheckpointReader,
         CheckpointWriter,
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
     from flatparam_files.disk import (
         CHUNK_NBYTES,
         DTYPES,
+        Box,
         CheckpointError,
         SafetensorsHeader,
         Source,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
         chunk_spans,
         join_path,
         read_header,
+        row_major_boxes,
         split_path,
     )
     from flatparam_files.formats import (
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
         write_hugging_face,
         write_torch_file,
     )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Box",
@@ -94,7 +95,7 @@ __all__ = [
     "write_torch_file",
 ]
 
-_HOMES: Final = ("boxes", "checkpoint", "collector", "disk", "formats")
+_HOMES: Final = ("checkpoint", "collector", "disk", "formats")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatparam_files.checkpoint.lock import DirectoryLock
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 
 WITHOUT_FCNTL = """
 import os, sys

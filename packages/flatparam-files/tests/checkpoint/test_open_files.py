@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import open_checkpoint
-from flatparam_files.checkpoint.verify import verify_checkpoint
+from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk import OPEN_FILES
 from flatparam_files.disk.source import TensorInfo

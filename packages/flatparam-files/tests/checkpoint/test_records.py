@@ -11,7 +11,7 @@ import torch
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
-from flatparam_files.checkpoint.verify import verify_checkpoint
+from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.source import TensorInfo
 from flatparam_files.formats.detect import open_source

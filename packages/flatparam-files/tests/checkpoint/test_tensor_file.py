@@ -10,12 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from flatparam_files.disk.errors import CheckpointError
-from flatparam_files.disk.limited_json import parse_json
-from flatparam_files.disk.safetensors.header import DTYPES, encode_header, read_header
-from flatparam_files.disk.safetensors.stream import Staging, TensorFileWriter
+from flatparam_files.disk.byte_file import bytes_view
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.limits import parse_json
+from flatparam_files.disk.safetensors import DTYPES, Staging, TensorFileWriter, encode_header, read_header
 from flatparam_files.disk.source import TensorInfo, join_path, split_path
-from flatparam_files.disk.tensor_bytes import bytes_view
 
 from .examples import example
 

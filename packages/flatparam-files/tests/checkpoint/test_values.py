@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam_files.checkpoint.manifest.sealed import seal, unseal
 from flatparam_files.checkpoint.manifest.values import OMIT, decode, encode
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 
 
 def there_and_back(value: Any) -> Any:

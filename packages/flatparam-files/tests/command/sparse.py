@@ -8,6 +8,8 @@ import torch
 import xxhash
 
 from flatparam_core import Span
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.contribution import RankReport
 from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_files.checkpoint.manifest.records import (
     BLOCK_NBYTES,
@@ -18,9 +20,7 @@ from flatparam_files.checkpoint.manifest.records import (
     rank_file,
 )
 from flatparam_files.checkpoint.manifest.values import encode
-from flatparam_files.checkpoint.parts.commit import Committer
-from flatparam_files.checkpoint.parts.report import RankReport
-from flatparam_files.disk.safetensors.header import encode_header
+from flatparam_files.disk.safetensors import encode_header
 from flatparam_files.disk.source import TensorInfo
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatparam_files import open_source
-from flatparam_files.command.values import nbytes_of
+from flatparam_files.command.ckpt_arguments import nbytes_of
 
 from .calling import Caller, entries, tree
 
@@ -155,7 +155,9 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
     """States that differ between ranks without being cut like their parameter are not left out without a word."""
     facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
     source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
-    monkeypatch.setattr("flatparam_files.command.opening.open_source", lambda *paths, format, prefix: source)
+    monkeypatch.setattr(
+        "flatparam_files.command.inspecting.open_source", lambda *paths, format, prefix: source
+    )
     found = flatparam("export", "@run", "@new.pt", "--to", "torch")
     assert found.status == 2
     assert "'optimizer/state/head.weight/rows'" in found.err

@@ -12,7 +12,7 @@ from flatparam_core import Span
 from flatparam_files.disk.byte_file import ByteFile
 from flatparam_files.disk.source import Source
 from flatparam_files.formats import open_source, write_checkpoint
-from flatparam_files.formats.deepspeed.reader import is_deepspeed, open_deepspeed
+from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
 
 from .deepspeed_checkpoints import (
     MODEL,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flatparam_core import Span
-from flatparam_files.disk.errors import CheckpointError
-from flatparam_files.formats.deepspeed.reader import open_deepspeed
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.formats.deepspeed import open_deepspeed
 
 from .deepspeed_checkpoints import MODEL, OPTIM, classes_of_deepspeed, copied, edit
 

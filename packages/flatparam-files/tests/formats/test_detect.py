@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats import FORMATS, UnknownFormatError, open_source
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["file", "directory", "directories", "denied"])
 def test_a_path_of_the_wrong_kind(

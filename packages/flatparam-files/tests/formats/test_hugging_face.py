@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from flatparam_core import Span
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
 from flatparam_files.formats import (
     cast_model,

@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from flatparam_core import Span
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
 from flatparam_files.formats.detect import open_source
-from flatparam_files.formats.hugging_face.model_files import write_hugging_face
+from flatparam_files.formats.hugging_face import write_hugging_face
 
 
 def parts(seed: int = 0) -> dict[str, Any]:

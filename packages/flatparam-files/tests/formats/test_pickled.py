@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatparam_files.disk.errors import CheckpointError
-from flatparam_files.formats.dcp.reader import open_dcp
-from flatparam_files.formats.pickles.reader import AdmittedNames, read_pickle
-from flatparam_files.formats.pickles.writer import pickle_of
-from flatparam_files.formats.torch_save.names import TORCH_NAMES
-from flatparam_files.formats.torch_save.state_files import open_torch_file
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.formats.dcp.dcp_reader import open_dcp
+from flatparam_files.formats.pickle_reader import AdmittedNames, read_pickle
+from flatparam_files.formats.pickle_writer import pickle_of
+from flatparam_files.formats.torch_files import open_torch_file
+from flatparam_files.formats.torch_names import TORCH_NAMES
 
 
 class Canary:

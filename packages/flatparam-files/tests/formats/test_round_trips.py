@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flatparam_files.checkpoint.reader import open_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source, TensorInfo
 from flatparam_files.formats import (
     open_source,

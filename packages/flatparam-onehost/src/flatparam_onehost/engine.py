@@ -379,7 +379,7 @@ class SharedMemoryCollectives:
         return failure
 
     def _again(self, site: Site) -> CommError:
-        """The error of every call after a failure."""
+        """Return the error of every call after a failure."""
         failure = self._failure
         if not isinstance(failure, CollectiveError):
             return CommError(f"rank {site.rank}: {describe_call(site.op, site.label)}: {failure}")
@@ -399,14 +399,14 @@ class SharedMemoryCollectives:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as a 1-D view that autograd does not track."""
+    """Return the tensor as a 1-D view that autograd does not track."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
-    """The collectives of `group` through shared memory; the same object each time for a process group.
+    """Return the collectives of `group` through shared memory; the same object each time for a process group.
 
     Args:
         group: a process group of ranks that are all on this host, or the collectives over one. Every rank of it calls
@@ -427,7 +427,7 @@ def shared_memory(group: ProcessGroup | Collectives) -> SharedMemoryCollectives:
 
 
 def connected(group: ProcessGroupCollectives) -> SharedMemoryCollectives:
-    """The collectives of `group` through shared memory; every rank calls it.
+    """Return the collectives of `group` through shared memory; every rank calls it.
 
     Raises:
         CannotShareError: on every rank, if they cannot share memory.

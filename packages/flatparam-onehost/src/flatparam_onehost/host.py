@@ -41,7 +41,7 @@ class Peers:
                 self._poll.register(fd, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """The ranks whose processes have ended, even if nobody has waited for them yet."""
+        """Return the ranks whose processes have ended, even if nobody has waited for them yet."""
         return sorted(self._fds[fd] for fd, _ in self._poll.poll(0))
 
     def close(self) -> None:

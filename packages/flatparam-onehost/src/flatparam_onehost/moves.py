@@ -70,7 +70,7 @@ class PostedCall:
 
     @classmethod
     def of(cls, code: int) -> PostedCall:
-        """The call that has this code."""
+        """Return the call that has this code."""
         head, numel = code >> _NUMEL_BITS, code & ((1 << _NUMEL_BITS) - 1)
         kind, detail = head >> _DETAIL_BITS, head & ((1 << _DETAIL_BITS) - 1)
         return cls(OPS[kind >> _DTYPE_BITS], _DTYPES[kind & ((1 << _DTYPE_BITS) - 1)], numel, detail)
@@ -85,11 +85,11 @@ class PostedCall:
         return f"{self.op} ({self.numel} x {str(self.dtype).removeprefix('torch.')}{detail})"
 
     def move(self, slot: MessageSlot, rank: int, size: int) -> SlotMove:
-        """The part of `rank` of `size` in this call, in this slot."""
+        """Return the part of `rank` of `size` in this call, in this slot."""
         return _MOVES.get(self.op, _Meet)(self, slot, rank, size)
 
     def slot_nbytes(self, size: int) -> int:
-        """The bytes that the call takes in a slot (see the table above)."""
+        """Return the bytes that the call takes in a slot (see the table above)."""
         factor = {
             "all_gather": size,
             "exchange": size,

@@ -53,7 +53,7 @@ class SlotUse:
     moves: dict[tuple[str, torch.dtype, int, int], tuple[SlotMove, int]] = attrs.field(factory=dict)
 
     def move(self, op: str, dtype: torch.dtype, numel: int, detail: int) -> tuple[SlotMove, int]:
-        """This rank's part in a call in this slot, and the code of the call; both are made on first use."""
+        """Return this rank's part in a call in this slot, and the code of the call; both are made on first use."""
         found = self.moves.get((op, dtype, numel, detail))
         if found is None:
             call = PostedCall(op, dtype, numel, detail)
@@ -66,7 +66,7 @@ class SlotUse:
         return found
 
     def all_posted(self, code: int) -> bool:
-        """Whether every rank has posted this call."""
+        """Return whether every rank has posted this call."""
         return self.slot.posted.tobytes() == _PAIR.pack(code, self.number) * self.size
 
 

@@ -36,7 +36,7 @@ LEAST_MAPPED: Final = Threshold(
 
 
 def round_to_pages(nbytes: int) -> int:
-    """The number of bytes, rounded up to whole pages."""
+    """Return the number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -70,14 +70,14 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int) -> SharedSegment:
-        """A new segment for a group of `size` ranks, all zeros."""
+        """Return a new segment for a group of `size` ranks, all zeros."""
         made = cls(make_sealed_memory("flatparam", (SLOTS + 1) * SLOT_SPAN), size)
         made.token[0], made.token[1] = (int.from_bytes(os.urandom(7), "little") for _ in range(2))
         return made
 
     @classmethod
     def open(cls, pid: int, fd: int, size: int) -> SharedSegment:
-        """The segment that process `pid` has under the descriptor `fd`."""
+        """Return the segment that process `pid` has under the descriptor `fd`."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), size)
 
     @property
@@ -120,12 +120,12 @@ class MessageSlot:
         return True
 
     def view(self, dtype: torch.dtype, start: int, numel: int) -> Tensor:
-        """The `numel` elements from number `start` on."""
+        """Return the `numel` elements from number `start` on."""
         return self.memory[start * dtype.itemsize : (start + numel) * dtype.itemsize].view(dtype)
 
 
 def _line(words: int) -> int:
-    """The number of words, rounded up to whole cache lines."""
+    """Return the number of words, rounded up to whole cache lines."""
     return -(-words // _WORDS_IN_LINE) * _WORDS_IN_LINE
 
 

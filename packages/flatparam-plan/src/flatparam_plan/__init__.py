@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from flatparam.addons import lazily
 
 if TYPE_CHECKING:
-    from flatparam_plan.errors import PlanError
-    from flatparam_plan.making import plan
-    from flatparam_plan.measuring import measure
-    from flatparam_plan.policy import PlannedPolicy, planned
+    from flatparam_plan.costs import measure
+    from flatparam_plan.plan_error import PlanError
+    from flatparam_plan.planned_policy import PlannedPolicy, planned
+    from flatparam_plan.planner import plan
     from flatparam_plan.report import Plan
     from flatparam_plan.training import Setup, TrainingProgram, train
 
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "flatparam_plan.errors": ("PlanError",),
-    "flatparam_plan.making": ("plan",),
-    "flatparam_plan.measuring": ("measure",),
-    "flatparam_plan.policy": ("PlannedPolicy", "planned"),
+    "flatparam_plan.plan_error": ("PlanError",),
+    "flatparam_plan.planner": ("plan",),
+    "flatparam_plan.costs": ("measure",),
+    "flatparam_plan.planned_policy": ("PlannedPolicy", "planned"),
     "flatparam_plan.report": ("Plan",),
     "flatparam_plan.training": ("Setup", "TrainingProgram", "train"),
 }

@@ -34,7 +34,7 @@ class Allocations:
         return most
 
     def peak_between(self, first: int, second: int) -> int:
-        """The most bytes at once between two marked places, given by their numbers."""
+        """Return the most bytes at once between two marked places, given by their numbers."""
         start, stop = self.places[first], self.places[second]
         now = most = sum(self.sizes[:start])
         for size in self.sizes[start:stop]:
@@ -78,7 +78,7 @@ def allocations() -> Iterator[Allocations]:
 
 
 def _in_order(events: Any) -> list[Any]:
-    """The events of all threads as they happened; a backward pass within many others has a thread of its own."""
+    """Return the events of all threads as they happened; a backward pass within many others has a thread of its own."""
     threads = [each for each in events if each]
     if len(threads) == 1:
         return list(threads[0])

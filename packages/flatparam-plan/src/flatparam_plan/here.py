@@ -21,7 +21,7 @@ _MOST_RANKS: Final = 16
 
 
 def setup_here(setup: Setup, transport: str) -> Setup:
-    """The setup, over a transport of this machine.
+    """Return the setup, over a transport of this machine.
 
     Raises:
         PlanError: if this machine cannot run it: for an accelerator, for more ranks than 16, or beside a process group.
@@ -45,7 +45,7 @@ def setup_here(setup: Setup, transport: str) -> Setup:
 
 
 def predicted_here(program: TrainingProgram, rehearsed: Sequence[Rehearsal]) -> list[Prediction]:
-    """The time of a step for each rehearsal of `program`, from steps that ranks on this machine run.
+    """Return the time of a step for each rehearsal of `program`, from steps that ranks on this machine run.
 
     The samples of setups with one world size are run in turn.
 
@@ -64,7 +64,7 @@ def predicted_here(program: TrainingProgram, rehearsed: Sequence[Rehearsal]) -> 
 
 
 def profile_here(timings: Timings, setup: Setup) -> Profile:
-    """A profile whose numbers give what was measured: kernels as slow as these, and collectives as fast."""
+    """Return a profile whose numbers give what was measured: kernels as slow as these, and collectives as fast."""
     took, expected = (sum(each[number] for each in timings.spans.values()) for number in (0, 1))
     slower = took / expected if took and expected else 1.0
     seconds: dict[tuple[str, int], float] = {}
@@ -84,13 +84,13 @@ def profile_here(timings: Timings, setup: Setup) -> Profile:
 
 
 def _named(transport: str) -> Profile:
-    """The profile of a prediction from measured steps: its name says where they were run."""
+    """Return the profile of a prediction from measured steps: its name says where they were run."""
     source = "steps of three blocks of those that repeat, run just now"
     return attrs.evolve(ROUGH, name=f"this machine, {transport}", source=source)
 
 
 def _way(seconds: dict[tuple[str, int], float], setup: Setup) -> Way:
-    """The line through the times of collectives, by the bytes that a rank sends."""
+    """Return the line through the times of collectives, by the bytes that a rank sends."""
     size = setup.world_size
     points = [
         (sent_nbytes(op, nbytes, rank=setup.rank % size, size=size), took)

@@ -86,7 +86,7 @@ class Plan:
         return self.table()
 
     def table(self) -> str:
-        """The plan as text, for people."""
+        """Return the plan as text, for people."""
         lines = [self._title(), ""]
         lines += _resting(self.costs)
         lines += ["", *_units(self.units), "", *self._peak(), "", *self._sent()]
@@ -99,11 +99,11 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The plan as one JSON object."""
+        """Return the plan as one JSON object."""
         return json.dumps(self.facts(), indent=1)
 
     def facts(self) -> dict[str, Any]:
-        """The plan as plain values."""
+        """Return the plan as plain values."""
         found: dict[str, Any] = {
             "setup": {
                 name: value if isinstance(value, (int, float, str, type(None))) else str(value)
@@ -164,7 +164,7 @@ def _resting(costs: Costs) -> list[str]:
 
 
 def _units(units: Sequence[UnitCosts]) -> list[str]:
-    """A line for each run of equal units."""
+    """Return a line for each run of equal units."""
     rows = [["units", "class", "parameters", "full", "shard", "padding", "gathers", "sent", "activations"]]
     groups: list[list[UnitCosts]] = []
     for unit in units:

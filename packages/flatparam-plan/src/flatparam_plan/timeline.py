@@ -61,7 +61,7 @@ class Prediction:
         return max(found, key=lambda name: found[name])
 
     def lines(self) -> list[str]:
-        """The prediction as text."""
+        """Return the prediction as text."""
         rate = self.flops / self.seconds if self.seconds else 0.0
         rows = [[f"predicted step, {self.profile.name}", shown_seconds(self.seconds)]]
         rows += [[f"  {stage}", shown_seconds(seconds)] for stage, seconds in self.parts.items()]
@@ -98,14 +98,14 @@ class Prediction:
         return _ERROR if self.is_measured else "its error has not been measured"
 
     def facts(self) -> dict[str, Any]:
-        """The prediction as plain values."""
+        """Return the prediction as plain values."""
         names = ("seconds", "parts", "computing", "communication", "exposed", "host", "flops", "bound_by")
         found = {name: getattr(self, name) for name in names}
         found |= {"profile": self.profile.name, "source": self._source, "error": self._error}
         return found
 
     def picture(self, form: str) -> str:
-        """The step as a picture ("svg") or as a trace for Perfetto ("json")."""
+        """Return the step as a picture ("svg") or as a trace for Perfetto ("json")."""
         drawn = Picture(f"predicted step, {self.profile.name}", self.pieces, self.curve)
         return drawn.svg() if form == "svg" else drawn.chrome()
 
@@ -195,7 +195,7 @@ class _Streams:
 
 
 def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = None) -> Prediction:
-    """The time of the last step of a rehearsal.
+    """Return the time of the last step of a rehearsal.
 
     Each kernel takes the longer of its operations and its bytes; each collective its latency and the bytes of a ring.
     What runs beside what is as the runtime has ordered it. With `timings` of this machine, every stretch between

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_publish.versions import PublishedTensor
+from flatparam_publish.catalogue import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
 from flatparam_state import Place
 from flatparam_state.model_tensors import ModelTensor
@@ -54,7 +54,7 @@ def full_tensors(
 
 
 def most_nbytes(pairs: Sequence[Pair], nbytes: int) -> int:
-    """The most bytes that `full_tensors` has in memory: of two buckets that follow each other."""
+    """Return the most bytes that `full_tensors` has in memory: of two buckets that follow each other."""
     sizes = [bucket.nbytes for bucket in _buckets(pairs, nbytes // 2)]
     return max((one + other for one, other in zip([0, *sizes], [*sizes, 0], strict=True)), default=0)
 

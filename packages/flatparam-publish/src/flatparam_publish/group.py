@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from flatparam_files.disk import bytes_view
+from flatparam_publish.catalogue import Catalogue
+from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.gathering import PUBLISH_NBYTES
-from flatparam_publish.versions import (
-    Catalogue,
-    Delivery,
-    NewVersion,
-    Packet,
-    PublishError,
-    Slicing,
-    Update,
-    VersionId,
-    all_or_error,
-)
+from flatparam_publish.publish_error import PublishError, all_or_error
+from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.ranks import differing
 
@@ -105,7 +98,7 @@ class GroupChannel:
     # The publisher's side
 
     def held(self, topology: Topology) -> VersionId | None:
-        """The version that all receivers have; None if they differ."""
+        """Return the version that all receivers have; None if they differ."""
         if self._group.rank in self._receivers:
             raise PublishError(f"rank {self._group.rank} of the group is a receiver, and cannot publish")
         found = self._exchange(None)
@@ -234,7 +227,7 @@ class _Sending:
         self._is_begun = self._is_over = False
 
     def bucket(self) -> _Round:
-        """The next bucket; empty ones follow the last."""
+        """Return the next bucket; empty ones follow the last."""
         if self._is_over:
             return _Round()
         pieces: list[list[Tensor]] = [[] for _ in self._digests]
@@ -290,7 +283,7 @@ class _Receiving:
     def update(
         self, packets: Sequence[Sequence[Packet]], slicing: Slicing, part: int, held: VersionId | None
     ) -> Update:
-        """The version, if all bytes are as they were sent.
+        """Return the version, if all bytes are as they were sent.
 
         Raises:
             PublishError: if they are not.

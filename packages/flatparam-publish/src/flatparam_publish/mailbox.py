@@ -24,17 +24,10 @@ from flatparam_files.disk import (
     new_file,
     open_regular,
 )
-from flatparam_publish.versions import (
-    Catalogue,
-    Delivery,
-    NewVersion,
-    Packet,
-    PublishError,
-    Slicing,
-    Update,
-    VersionId,
-    all_or_error,
-)
+from flatparam_publish.catalogue import Catalogue
+from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
+from flatparam_publish.publish_error import PublishError, all_or_error
+from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
 
 __all__ = ["Mailbox"]
@@ -108,7 +101,7 @@ class Mailbox:
     # The publisher's side
 
     def held(self, topology: Topology) -> VersionId | None:
-        """The version that the manifest names, as the first rank reads it."""
+        """Return the version that the manifest names, as the first rank reads it."""
         names = str(self.folder.absolute()), os.path.realpath(self.folder)
         answers = _on_all(topology, lambda: (names, self._latest() if topology.is_first else None))
         for rank, ((named, real), _) in enumerate(answers):
@@ -201,7 +194,7 @@ class Mailbox:
     def fetch(
         self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
     ) -> list[Update]:
-        """The steps from `held` to the version that the manifest names; the newest base first if there is a gap.
+        """Return the steps from `held` to the version that the manifest names; the newest base first if there is a gap.
 
         Raises:
             PublishError: if a file is damaged, `part` does not exist, or the publisher cuts tensors in a different way.
@@ -224,7 +217,7 @@ class Mailbox:
             return updates
 
     def _look(self) -> tuple[int, ...]:
-        """Which file the manifest is; empty if there is none."""
+        """Return which file the manifest is; empty if there is none."""
         try:
             found = os.stat(self.folder / _MANIFEST)
         except FileNotFoundError:
@@ -343,7 +336,7 @@ class _PacketWriter:
 
 
 def _bytes_of(path: Path, most: int) -> bytes:
-    """The contents of a regular file of at most so many bytes.
+    """Return the contents of a regular file of at most so many bytes.
 
     Raises:
         PublishError: if it is anything else, is larger, or cannot be read.
@@ -358,7 +351,7 @@ def _bytes_of(path: Path, most: int) -> bytes:
 
 
 def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
-    """The results of `action()`, one for each rank.
+    """Return the results of `action()`, one for each rank.
 
     Raises:
         PublishError: on every rank, if it raises on one.
@@ -395,7 +388,7 @@ class _Step:
 
     @classmethod
     def of_tree(cls, tree: Any) -> Self:
-        """The object of which `tree` made the tree."""
+        """Return the object of which `tree` made the tree."""
         packets = tuple(tuple(_packet(each) for each in of_rank) for of_rank in tree["packets"])
         before = tree["before"]
         return cls(_version(tree["version"]), _version(before) if before else None, packets)
@@ -441,7 +434,7 @@ class _Manifest:
         return self.base.nbytes - sum(step.nbytes for step in self.deltas)
 
     def steps_from(self, held: VersionId | None) -> list[_Step]:
-        """The steps from `held` to the newest version."""
+        """Return the steps from `held` to the newest version."""
         if held == self.version:
             return []
         for number, step in enumerate(self.deltas):
@@ -451,7 +444,7 @@ class _Manifest:
         return [self.base, *(step for step in self.deltas if step.version.number > self.base.version.number)]
 
     def files(self) -> Iterator[str]:
-        """The names of all files but the manifest."""
+        """Yield the names of all files but the manifest."""
         yield self.catalogue
         for step in (self.base, *self.deltas):
             yield from (packet.file for of_rank in step.packets for packet in of_rank)

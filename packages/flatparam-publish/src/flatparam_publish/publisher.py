@@ -11,22 +11,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from flatparam_publish.catalogue import Catalogue, ReceiverNames, published_tensors
+from flatparam_publish.channel import Channel, Frames, NewVersion, VersionId
+from flatparam_publish.encoding import bits_of, changes, values
 from flatparam_publish.gathering import PUBLISH_NBYTES, Pair
-from flatparam_publish.versions import (
-    Catalogue,
-    Channel,
-    Frames,
-    NewVersion,
-    Part,
-    ReceiverNames,
-    Slicing,
-    VersionId,
-    agree_to_publish,
-    bits_of,
-    changes,
-    published_tensors,
-    values,
-)
+from flatparam_publish.publish_error import agree_to_publish
+from flatparam_publish.slicing import Part, Slicing
 from flatparam_runtime import Threshold, telling
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
@@ -217,7 +207,7 @@ class _OwnShard:
         self.forget_changes()
 
     def frames(self, wants_all: bool, nbytes: int) -> Frames:
-        """The records of this rank, looking at `nbytes` at a time."""
+        """Yield the records of this rank, looking at `nbytes` at a time."""
         step = max(1, nbytes // self.dtype.itemsize)
         for start in range(0, self.local.numel(), step):
             stop = min(start + step, self.local.numel())
@@ -231,14 +221,14 @@ class _OwnShard:
                 yield from ((number, piece) for piece in record)
 
     def _values(self, part: Part, start: int, stop: int) -> list[Tensor]:
-        """The record of the elements `[start, stop)`, as far as they are in `part`."""
+        """Return the record of the elements `[start, stop)`, as far as they are in `part`."""
         new = bits_of(self.local[start:stop].to(self.dtype))
         if not part.is_whole:
             new = new[part.mask(torch.arange(self.start + start, self.start + stop, device=new.device))]
         return values(self.index, part.before(self.start + start), new) if new.numel() else []
 
     def _changes(self, part: Part, change: _Change) -> list[Tensor]:
-        """The shorter of the record of changes and that of values; nothing, if nothing has changed in `part`."""
+        """Return the shorter of the record of changes and that of values; nothing, if nothing has changed in `part`."""
         first, last = self.start + change.start, self.start + change.stop
         begin, end = part.before(first), part.before(last)
         places, old, new = change.places, change.old, change.new

@@ -65,7 +65,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _private(name: str) -> Any:
-    """The function of torch with this dotted name; if torch has none, a function that raises an error."""
+    """Return the function of torch with this dotted name; if torch has none, a function that raises an error."""
     found: Any = torch
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -122,12 +122,12 @@ def transforms() -> tuple[str, ...]:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass of autograd."""
+    """Return whether this thread is inside a backward pass of autograd."""
     return bool(_TASK() != -1)
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward pass under way is going to compute what arrives at `node`."""
+    """Return whether the backward pass under way is going to compute what arrives at `node`."""
     try:
         return bool(_WILL_EXECUTE(node))
     except FlatParamError:
@@ -138,7 +138,7 @@ def will_run(node: Node) -> bool:
 
 
 def latest(nodes: Mapping[Key, Node]) -> list[Key]:
-    """The keys of the node that was made last, and of those that accumulate the gradients of leaves.
+    """Return the keys of the node that was made last, and of those that accumulate the gradients of leaves.
 
     Of a device's nodes that are ready, autograd runs the one first that the forward pass made last. So before the
     latest of `nodes` runs, every node of that device that was made after it has run. A node that accumulates a leaf's

@@ -48,7 +48,7 @@ def _checksum(value: Tensor) -> int:
 
 
 def named_differences(everyone: Sequence[Mapping[str, int]]) -> list[str]:
-    """The names that some ranks lack, or that have different checksums, each with these ranks, in words."""
+    """Return the names that some ranks lack, or that have different checksums, each with these ranks, in words."""
     found = []
     for name in dict.fromkeys(name for known in everyone for name in known):
         without = [rank for rank, known in enumerate(everyone) if name not in known]

@@ -15,7 +15,7 @@ __all__ = ["fragment_of", "fragments_of", "gather", "shard_of"]
 def gather(
     place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True
 ) -> list[torch.Tensor]:
-    """The full tensors of which every rank holds a shard; every rank calls it.
+    """Return the full tensors of which every rank holds a shard; every rank calls it.
 
     Args:
         shard: this rank's part, 1-D, `layout.shard_numel` elements, any dtype.
@@ -38,7 +38,7 @@ def _own(view: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def fragment_of(place: Place, index: int, tensor: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
-    """This rank's part of a full tensor (the shape of parameter `index`): where it lies, and its elements.
+    """Return this rank's part of a full tensor (the shape of parameter `index`): where it lies, and its elements.
 
     The elements are 1-D in memory order, a view if the tensor has that order.
     """
@@ -48,7 +48,7 @@ def fragment_of(place: Place, index: int, tensor: torch.Tensor) -> tuple[Fragmen
 
 
 def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-    """This rank's part of each full tensor; see `fragment_of`."""
+    """Yield this rank's part of each full tensor; see `fragment_of`."""
     for index, tensor in enumerate(tensors):
         yield None if tensor is None else fragment_of(place, index, tensor)[1]
 

@@ -30,7 +30,7 @@ class Home(Protocol):
         ...
 
     def now(self) -> Tensor:
-        """The tensor as it is now, detached: writing to it changes the model."""
+        """Return the tensor as it is now, detached: writing to it changes the model."""
         ...
 
     def give(self, data: Tensor) -> None:
@@ -38,7 +38,7 @@ class Home(Protocol):
         ...
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters in this memory, which may have a `.grad`."""
+        """Return the parameters in this memory, which may have a `.grad`."""
         ...
 
 

@@ -51,7 +51,7 @@ class ModelTensor:
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Every parameter and persistent buffer of `model`, once each, in the order of its modules."""
+    """Return every parameter and persistent buffer of `model`, once each, in the order of its modules."""
     places = list(places_in(model))
     found = [tensor for place in places for tensor in _sharded(place)]
     found += _whole(model, {id(place.handle.flat_param) for place in places}, found)

@@ -46,7 +46,7 @@ def places_of(unit: Unit) -> tuple[Place, ...]:
 
 
 def places_in(model: nn.Module) -> Iterator[Place]:
-    """The flat parameters of `model`, in the order of its modules."""
+    """Yield the flat parameters of `model`, in the order of its modules."""
     paths: dict[nn.Module, list[tuple[int, str]]] = {}
     units: dict[Unit, str] = {}
     for number, (name, module) in enumerate(model.named_modules(remove_duplicate=False)):
@@ -64,7 +64,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 def _names(
     prefix: str, handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[tuple[int, str]]]
 ) -> Iterator[tuple[str, ...]]:
-    """All names of each parameter, in the order of the modules that hold it."""
+    """Yield all names of each parameter, in the order of the modules that hold it."""
     for fqn, infos in zip(handle.layout.fqns, handle.param_infos, strict=True):
         found = [
             (number, order, path + info.param_name)

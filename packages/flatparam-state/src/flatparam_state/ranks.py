@@ -27,13 +27,13 @@ _MOST_TOLD: Final = 3
 
 
 def topology_of(model: nn.Module) -> Topology:
-    """The ranks of `model`; this one alone if it is not sharded."""
+    """Return the ranks of `model`; this one alone if it is not sharded."""
     units = units_in(model)
     return units[0].topology if units else Topology(SingleCollectives())
 
 
 def ranks_of(model: nn.Module | None) -> ExchangesValues:
-    """The ranks that save and load `model` together; all ranks if it is not sharded.
+    """Return the ranks that save and load `model` together; all ranks if it is not sharded.
 
     Raises:
         ValueError: if its units are over several groups, none of which has all ranks.
@@ -95,7 +95,7 @@ class Difference:
 
 
 def differing(asked: Sequence[Mapping[str, object]]) -> Difference | None:
-    """How the ranks' arguments of one call differ, if they do.
+    """Return how the ranks' arguments of one call differ, if they do.
 
     Args:
         asked: the arguments of each rank, by name; the first may be the name of the call, `CALL`.
@@ -114,7 +114,7 @@ def differing(asked: Sequence[Mapping[str, object]]) -> Difference | None:
 
 
 def _told(values: Sequence[object]) -> str:
-    """The value of each rank in words: `1 on ranks 0-7, 2 on rank 8`."""
+    """Return the value of each rank in words: `1 on ranks 0-7, 2 on rank 8`."""
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(repr(value), []).append(rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatparam.addons import lazily
+from flatparam.moved import find_moved_modules
 
 if TYPE_CHECKING:
     from flatparam.api import (
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from flatparam.compat.installing import Installation, install, uninstall
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
     from flatparam.in_place.applying import fully_shard
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
     from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from flatparam.observing.recording import trace
     from flatparam.spread import clip_grad_norm_
-    from flatparam.wrapper.training_state import UnshardHandle
+    from flatparam.wrapper.unsharding import UnshardHandle
     from flatparam_checkpoint import Checkpointer, Loaded, PretrainedReport, load_pretrained
+    from flatparam_clients import Installation, install, uninstall
     from flatparam_core import FlatParameter
     from flatparam_files import CheckpointError
     from flatparam_plan import Plan, PlanError, plan
@@ -124,15 +125,15 @@ _HOMES = {
         "StateDictSettings",
         "StateDictType",
     ),
-    "flatparam.compat.installing": ("Installation", "install", "uninstall"),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
     "flatparam.in_place.applying": ("fully_shard",),
     "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "flatparam.observing.recording": ("trace",),
-    "flatparam.wrapper.training_state": ("UnshardHandle",),
+    "flatparam.wrapper.unsharding": ("UnshardHandle",),
     "flatparam_checkpoint": ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained"),
+    "flatparam_clients": ("Installation", "install", "uninstall"),
     "flatparam_core": ("FlatParameter",),
     "flatparam_files": ("CheckpointError",),
     "flatparam_plan": ("Plan", "PlanError", "plan"),
@@ -151,6 +152,7 @@ _HOMES = {
 }
 """The modules that have the names which this package exports."""
 __getattr__ = lazily(__name__, _HOMES)
+find_moved_modules()
 
 
 def __dir__() -> list[str]:

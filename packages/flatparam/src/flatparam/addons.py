@@ -9,20 +9,26 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["commands", "lazily", "load"]
+__all__ = ["commands", "lazily", "load", "tell_clients"]
 
 GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
-_KNOWN: Final = {"ckpt": "flatparam_files.command:add", "plan": "flatparam_plan.command:add"}
+_KNOWN: Final = {
+    "ckpt": "flatparam_files.command:add",
+    "plan": "flatparam_plan.command:add",
+    "run": "flatparam_clients.command:add",
+}
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
 _ADDONS: Final = (
     "flatparam_checkpoint",
+    "flatparam_clients",
     "flatparam_files",
     "flatparam_optim",
     "flatparam_plan",
     "flatparam_publish",
 )
 """Those that can be lacking."""
+_CLIENTS: Final = "flatparam_clients"
 
 
 def load(module: str) -> ModuleType:
@@ -32,13 +38,23 @@ def load(module: str) -> ModuleType:
         ModuleNotFoundError: if it is of an add-on that is not installed; the message says how to install it.
     """
     addon = module.partition(".")[0]
-    if addon in _ADDONS and importlib.util.find_spec(addon) is None:
+    if _is_lacking(addon):
         name = addon.replace("_", "-")
         raise ModuleNotFoundError(
             f"expected the add-on {name}, which is not installed: pip install {name} (flatparam[all]: every add-on)",
             name=addon,
         )
     return importlib.import_module(module)
+
+
+def _is_lacking(addon: str) -> bool:
+    return addon in _ADDONS and importlib.util.find_spec(addon) is None
+
+
+def tell_clients(moment: str) -> None:
+    """Call the function `moment` of `flatparam_clients.occasions`, if that add-on is installed."""
+    if not _is_lacking(_CLIENTS):
+        getattr(load(f"{_CLIENTS}.occasions"), moment)()
 
 
 def commands() -> dict[str, EntryPoint]:

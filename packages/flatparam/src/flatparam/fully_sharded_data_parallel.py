@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import flatparam_runtime as runtime
+from flatparam.addons import tell_clients
 from flatparam.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -31,10 +32,10 @@ from flatparam.api import (
     StateDictSettings,
     StateDictType,
 )
-from flatparam.compat.occasions import WHEN_WRAPPED
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
+from flatparam.promised import promise_clients_names, raise_if_lacking
 from flatparam.resolving import (
     Arguments,
     DeviceMesh,
@@ -46,7 +47,7 @@ from flatparam.resolving import (
     resolve_tree,
 )
 from flatparam.sharding.units import shard_tree
-from flatparam.state import loading, older_functions, optimizer, rekeying, saving, settings
+from flatparam.state import loading, optimizer, saving, settings
 from flatparam.wrapper import (
     interior,
     parameters,
@@ -54,16 +55,15 @@ from flatparam.wrapper import (
     ranks,
     reducing,
     refusing,
-    reporting,
     written,
 )
-from flatparam.wrapper.flat_parameter import add_names
-from flatparam.wrapper.handle import HandleView, handle_views
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
-from flatparam.wrapper.training_state import HandleTrainingState, TrainingState, UnshardHandle
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
 from flatparam_state import offload, onload
+
+if TYPE_CHECKING:
+    from flatparam_clients import older_functions, rekeying
 
 __all__ = [
     "BackwardPrefetch",
@@ -86,8 +86,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
-
-add_names()
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -204,8 +202,7 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = resolved.mixed_precision
         self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self.limit_all_gathers = resolved.asked.limit_all_gathers
-        for notice in WHEN_WRAPPED:
-            notice()
+        tell_clients("wrapped")
         self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
         loading.attach_loading(self)
         saving.attach_saving(self)
@@ -213,7 +210,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @classmethod
     def _wrapped(cls, module: nn.Module, resolved: Resolved) -> FullyShardedDataParallel:
-        """The wrapper of a module that the policy of a wrapper around it chose.
+        """Return the wrapper of a module that the policy of a wrapper around it chose.
 
         A subclass with a constructor of its own is called with FSDP1's arguments, and may pass on different ones.
         """
@@ -255,6 +252,7 @@ class FullyShardedDataParallel(nn.Module):
             if inner is not None and name == "join_hook":
                 return partial(refusing.refuse_join, self._unit)
             if inner is None or not hasattr(inner, name):
+                raise_if_lacking(type(self), name)
                 raise
             return getattr(inner, name)
 
@@ -593,52 +591,21 @@ class FullyShardedDataParallel(nn.Module):
             group=group,
         )
 
-    # FSDP1's older methods for optimizer state
+    # FSDP1's older methods for optimizer state, which the add-on flatparam-clients has
 
-    full_optim_state_dict = staticmethod(older_functions.full_optim_state_dict)
-    """Use `optim_state_dict` instead. The full state by parameter name, in CPU memory."""
-    sharded_optim_state_dict = staticmethod(older_functions.sharded_optim_state_dict)
-    """Use `optim_state_dict` instead. The sharded state by parameter name."""
-    shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
-    """Use `optim_state_dict_to_load` instead. This rank's part of a full state that every rank passes."""
-    scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
-    """Use `optim_state_dict_to_load` instead. This rank's part of the first rank's full state."""
-    flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
-    """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
-    rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
-    """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
+    if TYPE_CHECKING:
+        full_optim_state_dict = staticmethod(older_functions.full_optim_state_dict)
+        sharded_optim_state_dict = staticmethod(older_functions.sharded_optim_state_dict)
+        shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
+        scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
+        flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
+        rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
 
-    # FSDP1's names with an underscore that programs in the wild reach for, with what they mean there
+    # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.promised` has the others
 
     @property
     def _unit(self) -> runtime.Unit:
         return self._interior.unit
-
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.handles)
-
-    @property
-    def _handle(self) -> HandleView | None:
-        return next(iter(handle_views([self._unit])), None)
-
-    @property
-    def _all_handles(self) -> list[HandleView]:
-        """The handles of the wrappers in the model around this one, as far as any pass has shown it."""
-        return handle_views(runtime.tree_of(self._unit).units)
-
-    @property
-    def _all_fsdp_states(self) -> list[FullyShardedDataParallel]:
-        """This wrapper and those inside."""
-        return FullyShardedDataParallel.fsdp_modules(self)
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self._unit.handles[0].flat_param if self._unit.handles else None
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return self._unit.plan.use_orig_params
 
     @property
     def _is_root(self) -> bool:
@@ -648,88 +615,9 @@ class FullyShardedDataParallel(nn.Module):
     def _is_root(self, is_root: bool | None) -> None:
         """Do nothing. FSDP1 remembers the root; here each pass finds it, so to read it tells what is."""
 
-    @property
-    def _sync_gradients(self) -> bool:
-        """Whether the next backward pass reduces gradients; `no_sync` sets it for all wrappers of a model."""
-        return self._unit.reducer.synchronises
-
-    @_sync_gradients.setter
-    def _sync_gradients(self, synchronises: bool) -> None:
-        self._unit.reducer.synchronises = synchronises
-
-    @property
-    def _comm_hook(self) -> Callable[..., Any] | None:
-        """The hook in the place of the reduction, if there is one; `_comm_hook_state` is its state."""
-        return self._unit.reducer.hooks.given("reduce")[0]
-
-    @property
-    def _comm_hook_state(self) -> Any:
-        return self._unit.reducer.hooks.given("reduce")[1]
-
-    @property
-    def _state_dict_type(self) -> StateDictType:
-        return self._interior.settings.state_dict_type
-
-    @property
-    def _state_dict_config(self) -> StateDictConfig:
-        return self._interior.settings.state_dict_config
-
-    @property
-    def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return self._interior.settings.optim_state_dict_config
-
-    @property
-    def _inter_node_pg(self) -> Any:
-        """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
-        return ranks.copies(self._unit)
-
-    @property
-    def _device_handle(self) -> Any:
-        """Torch's module of the device that the unit computes on: `torch.cuda`, `torch.cpu`, and so on."""
-        return torch.get_device_module(self.compute_device)
-
-    @property
-    def _current_stream(self) -> Any:
-        """The current stream of the device: whatever we do elsewhere is ordered before its use in this one."""
-        return self._device_handle.current_stream()
-
-    _default_stream = _unshard_stream = _pre_unshard_stream = _current_stream
-    _post_backward_stream = _all_reduce_stream = _current_stream
-
-    @property
-    def _exec_order_data(self) -> prefetching.PrefetchLimits:
-        return prefetching.PrefetchLimits(runtime.tree_of(self._unit).units)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """The state of the wrapper."""
-        return reporting.state_of(self._interior)
-
-    @property
-    def _handle_training_state(self) -> HandleTrainingState:
-        return reporting.handle_state_of(self._interior)
-
-    def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise ValueError if the wrapper is doing something else; rank 0 logs it too."""
-        reporting.check_state(self, self._interior, state)
-
-    def _use_training_state(
-        self, training_state: TrainingState, handle_training_state: HandleTrainingState
-    ) -> AbstractContextManager[None]:
-        """Have `training_state` and `_assert_state` tell these inside; what a unit does follows from its own phase."""
-        return reporting.reporting(self._interior, training_state, handle_training_state)
-
-    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
-        handle = UnshardHandle.begin(self._unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Nothing to wait for: every gather is ordered before its use by the pending value that started it."""
-
     _fqn_modifiers = refusing.refuse_torchs_functions
     _ddp_params_and_buffers_to_ignore = refusing.DDP_ASKS
     _is_fsdp_managed_module = refusing.FSDP_MARKS
+
+
+promise_clients_names(FullyShardedDataParallel, FlatParameter)

@@ -42,7 +42,7 @@ whole: Final = WHOLE
 
 
 def blocks(numel: int) -> LayoutRule:
-    """The rule that each block of `numel` elements, counted from the parameter's first one, stays on one rank.
+    """Return the rule that each block of `numel` elements, counted from the parameter's first one, stays on one rank.
 
     Raises:
         LayoutError: if `numel` is less than 1.
@@ -71,7 +71,7 @@ class LayoutPolicy:
                 )
 
     def rule(self, name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
-        """The rule of `parameter`.
+        """Return the rule of `parameter`.
 
         Args:
             name: its dotted name below the module that is wrapped, without the parts that wrappers add.
@@ -195,7 +195,7 @@ _RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
 
 
 def _rules_for(kind: type[torch.optim.Optimizer]) -> tuple[_RuleOf, _RuleOf] | None:
-    """The rules of matrices and of other parameters for a class of optimizers, if they are known."""
+    """Return the rules of matrices and of other parameters for a class of optimizers, if they are known."""
     is_quantised = any(base.__name__.lower().endswith(_QUANTISED) for base in kind.__mro__)
     other = _quantised_alike if is_quantised else _cut_anywhere
     found = kind_of_optimizer(kind)
@@ -215,7 +215,7 @@ def _cut_anywhere(parameter: nn.Parameter) -> LayoutRule:
 
 
 def _quantised_alike(parameter: nn.Parameter) -> LayoutRule:
-    """The rule under which each part of `parameter` is quantised if the whole is, in the same blocks."""
+    """Return the rule under which each part of `parameter` is quantised if the whole is, in the same blocks."""
     numel = parameter.numel()
     if numel < _LEAST:
         return ELEMENT

@@ -158,7 +158,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return found
 
     def _groups(self) -> list[Collectives]:
-        """The groups to agree in; none if this rank is alone."""
+        """Return the groups to agree in; none if this rank is alone."""
         given = self.process_group
         if given is None:
             here = current_collectives()
@@ -184,7 +184,7 @@ def agree(groups: Mapping[Collectives, torch.device], found: Sequence[Tensor]) -
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The gradients of the parameters of `optimizer` that have one."""
+    """Yield the gradients of the parameters of `optimizer` that have one."""
     for group in optimizer.param_groups:
         yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
 

@@ -41,7 +41,7 @@ def read_part(
 
 
 def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The strides that order elements: those of dimensions longer than 1."""
+    """Return the strides that order elements: those of dimensions longer than 1."""
     stride = stride or ParamSpec("", shape, torch.uint8, requires_grad=False).stride
     return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 

@@ -35,7 +35,7 @@ class Loaded:
     _path: Path
 
     def of_rank(self, rank: int) -> Any:
-        """The `rank_extra` of any rank of the save; None if it gave none.
+        """Return the `rank_extra` of any rank of the save; None if it gave none.
 
         Raises:
             CheckpointError: if it cannot be read any more, or there was no such rank.
@@ -49,5 +49,5 @@ class Loaded:
 
 
 def rank_extra_of(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:
-    """The `rank_extra` that `rank` gave; None if it gave none."""
+    """Return the `rank_extra` that `rank` gave; None if it gave none."""
     return reader.decode(manifest.values.get("rank_extra", {}).get(str(rank)))

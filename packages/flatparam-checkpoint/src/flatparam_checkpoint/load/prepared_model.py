@@ -184,7 +184,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _paths(reader: CheckpointReader, tensor: ModelTensor, at: tuple[str, ...]) -> list[str]:
-    """The paths at which the checkpoint has `tensor`, under any of its names or theirs."""
+    """Return the paths at which the checkpoint has `tensor`, under any of its names or theirs."""
     manifest = reader.manifest
     paths = [join_path((*at, name)) for name in tensor.names]
     found = [manifest.aliases.get(path, path) for path in paths]

@@ -128,7 +128,7 @@ def _add_new(saved_groups: list[dict[str, Any]], holding: Holding, new: frozense
 
 
 def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
-    """The order in which the optimizers of torch make them: files have what is cut like the parameter first."""
+    """Return the order in which the optimizers of torch make them: files have what is cut like the parameter first."""
     return dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
 
 

@@ -86,7 +86,7 @@ def _read(
 def _agree_on_place(
     directory: CheckpointDirectory, ranks: ExchangesValues, step: int | None
 ) -> tuple[Path, str] | None:
-    """The directory that rank 0 has chosen, and its save id."""
+    """Return the directory that rank 0 has chosen, and its save id."""
 
     def choose() -> tuple[Path, str] | None:
         chosen = directory.choose(step) if ranks.rank == 0 else None

@@ -90,7 +90,7 @@ class _Rules:
 
     @classmethod
     def of(cls, model: nn.Module) -> _Rules | None:
-        """Those for `model`; None if it is not a model of transformers 5, which has to be imported."""
+        """Return those for `model`; None if it is not a model of transformers 5, which has to be imported."""
         kind = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
         transforms: Any = getattr(sys.modules.get(_MAPPINGS), "get_model_conversion_mapping", None)
         loading = sys.modules.get(_LOADING)
@@ -110,7 +110,7 @@ class _Rules:
         )
 
     def renamed(self, name: str, wanted: dict[str, bool]) -> tuple[str, str | None]:
-        """The name in the model, or the first of them, and the pattern by which the tensor is joined or cut."""
+        """Return the name in the model, or the first of them, and the pattern by which the tensor is joined or cut."""
         new, pattern = self.rename(name, self.renamings, self.converters, self.prefix, wanted)
         if new not in wanted and name in wanted:
             new, pattern = self.rename(name, [], [], self.prefix, wanted)

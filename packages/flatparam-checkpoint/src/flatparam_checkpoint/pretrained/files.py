@@ -88,7 +88,7 @@ class PretrainedFiles:
         return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
     def samples(self) -> str:
-        """A digest of some elements of each tensor: its first, middle and last ones.
+        """Return a digest of some elements of each tensor: its first, middle and last ones.
 
         Raises:
             CheckpointError: if they cannot be read.
@@ -108,15 +108,15 @@ class PretrainedFiles:
         return sum(info.nbytes for path, info in self.source.tensors.items() if path not in aliases)
 
     def info(self, name: str) -> TensorInfo:
-        """The shape and dtype of the tensor that the model calls `name`."""
+        """Return the shape and dtype of the tensor that the model calls `name`."""
         return self.source.tensors[self.paths[name]]
 
     def unread(self, name: str) -> UnreadTensor:
-        """The tensor that the model calls `name`, for functions that make others of it."""
+        """Return the tensor that the model calls `name`, for functions that make others of it."""
         return UnreadTensor(self.source.stored[self.paths[name]])
 
     def with_tensors(self, made: Mapping[str, UnreadTensor], used: Collection[str]) -> Self:
-        """The same files with the tensors `made`, by their names in the model, in place of the names `used`."""
+        """Return the same files with the tensors `made`, by their names in the model, in place of the names `used`."""
         paths = {name: path for name, path in self.paths.items() if name not in used}
         new = {name: join_path(("model", name)) for name in made}
         stored = {path: self.source.stored[path] for path in paths.values()}
@@ -124,7 +124,7 @@ class PretrainedFiles:
         return type(self)(self.path, attrs.evolve(self.source, stored=stored), paths | new)
 
     def found(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that are there."""
+        """Return those of `names` that are there."""
         return [name for name in names if name in self.paths]
 
     def different(self, names: Sequence[str]) -> Sequence[str]:

@@ -174,7 +174,7 @@ def _check_arguments(model: Any, path: Any, dtype: Any, arguments: dict[str, Any
 
 
 def _made(model: Any, path: Any, dtype: Any, arguments: dict[str, Any]) -> nn.Module:
-    """The model without values; for the errors see `_check_arguments`."""
+    """Return the model without values; for the errors see `_check_arguments`."""
     _check_arguments(model, path, dtype, arguments)
     made = model if isinstance(model, nn.Module) else hollow(model)
     if not isinstance(made, nn.Module):
@@ -203,7 +203,7 @@ def _check_unsharded(model: nn.Module, dtype: torch.dtype | None, arguments: dic
 
 
 def _made_by_all(make: Callable[[], nn.Module], topology: Topology) -> nn.Module:
-    """The result of `make()`, if it returns on all ranks: there is no other news of a rank that raises so early.
+    """Return the result of `make()`, if it returns on all ranks: there is no other news of a rank that raises so early.
 
     Raises:
         CheckpointError: if it has raised on another rank only; here, its own exception goes on.
@@ -252,7 +252,7 @@ def _compared(
     initialise: Callable[[nn.Module], object] | None,
     asked: dict[str, Any],
 ) -> tuple[PretrainedFiles, Fit]:
-    """The files, and how they fit; if that fails on a rank, no rank has changed anything.
+    """Return the files, and how they fit; if that fails on a rank, no rank has changed anything.
 
     Raises:
         CheckpointError: on every rank, naming the first that has failed, and what does not fit.
@@ -357,7 +357,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _wrapper() -> Any:
-    """The class that shards a model, from the top of the house: it is imported only if there is one to shard.
+    """Return the class that shards a model, from the top of the house: it is imported only if there is one to shard.
 
     Raises:
         ModuleNotFoundError: if it is not installed.

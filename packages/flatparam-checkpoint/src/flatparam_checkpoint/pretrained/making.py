@@ -13,7 +13,7 @@ __all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers", "unkno
 
 
 def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `factory()` returns; each parameter goes to the meta device when a module registers it.
+    """Return the module that `factory()` returns; each parameter goes to the meta device when a module registers it.
 
     So initialisation computes nothing, and buffers (rotary caches, masks) have the values that the model gives them.
     """
@@ -35,7 +35,7 @@ def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter on `device` without values, with the attributes that were set on `parameter`."""
+    """Return a parameter on `device` without values, with the attributes that were set on `parameter`."""
     data = torch.empty_like(parameter.detach(), device=device)
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
@@ -50,7 +50,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
-    """The buffers of `model` that have no values, and get none: neither from files nor from their modules."""
+    """Return the buffers of `model` that have no values, and get none: neither from files nor from their modules."""
     return [
         name
         for name, module, attribute in _buffers_on_meta(model)
@@ -60,7 +60,7 @@ def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
 
 
 def unknown_parameters(model: nn.Module, missing: Collection[str]) -> list[str]:
-    """Those of `missing` that are parameters of `model` without values, whose modules give them none."""
+    """Return those of `missing` that are parameters of `model` without values, whose modules give them none."""
     found = []
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in missing:

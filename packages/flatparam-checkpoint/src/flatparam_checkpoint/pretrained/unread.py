@@ -112,7 +112,7 @@ def _boxes_of(tensor: UnreadTensor) -> _Boxes:
 
 
 def _with_dimension(tensor: UnreadTensor, at: int) -> _Boxes:
-    """The boxes of a tensor that has one dimension more, of size 1."""
+    """Return the boxes of a tensor that has one dimension more, of size 1."""
     info, boxes = _boxes_of(tensor)
     return (
         TensorInfo((*info.shape[:at], 1, *info.shape[at:]), info.dtype),

@@ -23,7 +23,7 @@ __all__ = ["add_averages", "add_model", "record_of", "share_of"]
 
 
 def share_of(span: Span, place: Place) -> Span:
-    """The part of `span` that this rank writes: of equal copies, each replica writes as much."""
+    """Return the part of `span` that this rank writes: of equal copies, each replica writes as much."""
     replicate = place.unit.topology.replicate
     if replicate is None:
         return span
@@ -34,7 +34,7 @@ def share_of(span: Span, place: Place) -> Span:
 
 
 def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRecord:
-    """The record of `tensor` in the manifest, or of something of a different dtype that is shaped like it."""
+    """Return the record of `tensor` in the manifest, or of something of a different dtype that is shaped like it."""
     return TensorRecord(TensorInfo(tensor.shape, dtype or tensor.dtype), stride=tensor.stride)
 
 

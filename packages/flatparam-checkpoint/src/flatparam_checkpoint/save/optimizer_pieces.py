@@ -39,7 +39,7 @@ INLINE_NBYTES: Final = Threshold(
 def optimizers_by_name(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
 ) -> dict[tuple[str, ...], torch.optim.Optimizer]:
-    """The optimizers, by the keys under which their state is in a checkpoint."""
+    """Return the optimizers, by the keys under which their state is in a checkpoint."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, Mapping):

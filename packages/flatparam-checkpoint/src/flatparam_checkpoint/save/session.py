@@ -79,7 +79,7 @@ class Saver:
         return self._committer.directory.path_of(step)
 
     def with_ranks(self, ranks: ExchangesValues) -> Saver:
-        """A saver of the same to the same directory, at once, whose ranks talk over `ranks`."""
+        """Return a saver of the same to the same directory, at once, whose ranks talk over `ranks`."""
         return Saver(ranks, self._subject, self._committer, asynchronous=False, on_moment=self._on_moment)
 
     def _begin(self, step: int, extra: Any, rank_extra: Any) -> tuple[Contribution, Ticket]:

@@ -92,7 +92,7 @@ class CompressedCollectives(ForwardingCollectives):
 
 
 def _cast_back(output: Tensor, small: Tensor) -> Callable[[], None]:
-    """The step that casts `small` back to `output`, once `small` holds the result."""
+    """Return the step that casts `small` back to `output`, once `small` holds the result."""
 
     def finish() -> None:
         with torch.no_grad():

@@ -62,7 +62,7 @@ class Fault:
     action: Action = attrs.field(kw_only=True, validator=attrs.validators.instance_of((Delay, Raise, Kill)))
 
     def matches(self, rank: int, op: str, label: str) -> bool:
-        """Whether this matches the collective `op` with `label` on `rank` (whatever the call's number)."""
+        """Return whether this matches the collective `op` with `label` on `rank` (whatever the call's number)."""
         return (
             self.op in (None, op)
             and self.rank in (None, rank)

@@ -83,5 +83,5 @@ class HookedCollectives(ForwardingCollectives):
 
 
 def _started(pending: Pending | None) -> Pending:
-    """The pending of a hook; a hook that has completed may return None."""
+    """Return the pending of a hook; a hook that has completed may return None."""
     return COMPLETED if pending is None else pending

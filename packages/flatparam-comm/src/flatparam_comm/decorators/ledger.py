@@ -54,7 +54,7 @@ class Totals:
     sent_nbytes: int = 0
 
     def plus(self, transfer: Transfer) -> Totals:
-        """These totals with one more transfer."""
+        """Return these totals with one more transfer."""
         return Totals(
             self.count + 1,
             self.payload_nbytes + transfer.payload_nbytes,
@@ -130,7 +130,7 @@ class ByteLedger:
 
 
 def sent_nbytes(op: str, payload_nbytes: int, *, rank: int, size: int, root: int = 0) -> int:
-    """The bytes that `rank` of `size` must send for a collective whose full buffer has `payload_nbytes`.
+    """Return the bytes that `rank` of `size` must send for a collective whose full buffer has `payload_nbytes`.
 
     `op` is `"all_gather"`, `"reduce_scatter"`, `"all_reduce"` or `"broadcast"`; see this module's table. A fraction of
     a byte (an all-reduce that n does not divide) is rounded up. Raises ValueError for any other `op`.

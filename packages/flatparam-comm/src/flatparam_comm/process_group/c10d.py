@@ -81,12 +81,12 @@ def as_carried(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def is_carried(dtype: torch.dtype) -> bool:
-    """Whether every backend can move tensors of `dtype` as they are."""
+    """Return whether every backend can move tensors of `dtype` as they are."""
     return dtype in _CARRIED
 
 
 def plain(*tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
+    """Return the tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
     return [each.detach() for each in tensors] if any(map(_REQUIRES_GRAD, tensors)) else tensors
 
 
@@ -141,7 +141,7 @@ def _c10d_op(op: ReduceOp) -> Any:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The backend of a group for this kind of device; None if it has none."""
+    """Return the backend of a group for this kind of device; None if it has none."""
     try:
         return group._get_backend(device)
     except RuntimeError:
@@ -155,17 +155,17 @@ def time_limit_of(backend: Any) -> timedelta | None:
 
 
 def connections_of(backend: Any) -> int:
-    """The number of connections that a backend of gloo has to each peer; the tag of a message chooses one."""
+    """Return the number of connections that a backend of gloo has to each peer; the tag of a message chooses one."""
     return len(getattr(getattr(backend, "options", None), "_devices", [None]))
 
 
 def source_file() -> str:
-    """The file of torch's collectives."""
+    """Return the file of torch's collectives."""
     return str(dist.distributed_c10d.__file__)
 
 
 def count_of(group: ProcessGroup) -> int:
-    """The collectives that this process has issued on a group, as torch counts them; 0 if it does not."""
+    """Return the collectives that this process has issued on a group, as torch counts them; 0 if it does not."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch does not declare it
     except (AttributeError, RuntimeError):
@@ -173,7 +173,7 @@ def count_of(group: ProcessGroup) -> int:
 
 
 def known_groups() -> list[tuple[ProcessGroup, str]]:
-    """The groups that this process is in, with their names."""
+    """Return the groups that this process is in, with their names."""
     names: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
     return [(group, str(name)) for group, name in [*names.items()] if isinstance(group, dist.ProcessGroup)]
 
@@ -221,7 +221,7 @@ _MAKING: Final = threading.Lock()
 
 
 def first_of(*names: str) -> Any:
-    """The first of these functions that the installed torch has."""
+    """Return the first of these functions that the installed torch has."""
     for name in names:
         found = getattr(dist, name, None)
         if found is not None:

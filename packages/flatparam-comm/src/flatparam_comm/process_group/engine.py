@@ -147,7 +147,7 @@ class ProcessGroupCollectives:
     def _exchange_and_add(
         self, site: checks.Site, calls: GroupMonitor, output: Tensor, full: Tensor
     ) -> Pending:
-        """A reduce-scatter by an all-to-all and a local sum, in rank order.
+        """Return a reduce-scatter by an all-to-all and a local sum, in rank order.
 
         gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.
         """
@@ -310,13 +310,13 @@ def _issued(site: checks.Site, calls: GroupMonitor, call: Callable[..., T], *arg
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:
-    """The process group that `collectives` works over, through all decorators; None for a different engine."""
+    """Return the process group that `collectives` works over, through all decorators; None for a different engine."""
     engine = engine_of(collectives)
     return engine.group if isinstance(engine, ProcessGroupCollectives) else None
 
 
 def engine_of(collectives: Collectives) -> Collectives:
-    """The engine beneath all decorators; for shared memory, the process group behind it."""
+    """Return the engine beneath all decorators; for shared memory, the process group behind it."""
     engine: Any = collectives
     while not isinstance(engine, ProcessGroupCollectives) and hasattr(engine, "inner"):
         engine = engine.inner

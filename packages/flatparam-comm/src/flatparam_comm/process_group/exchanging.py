@@ -16,7 +16,7 @@ def exchange_bytes(
     gather: Callable[[Tensor, Tensor], None],
     device: torch.device,
 ) -> list[bytes]:
-    """The bytes of each of `size` ranks, in rank order.
+    """Return the bytes of each of `size` ranks, in rank order.
 
     `gather(output, shard)` fills `output` with every rank's `shard`; both are on `device`. Unlike torch's own function
     for objects, this one needs no numpy.

@@ -62,22 +62,22 @@ def default_group() -> ProcessGroup | None:
 
 
 def group_or_default(found: object) -> ProcessGroup | None:
-    """The group that a call of torch is about which was given this one, or none."""
+    """Return the group that a call of torch is about which was given this one, or none."""
     return found if isinstance(found, dist.ProcessGroup) else default_group()
 
 
 def group_named(name: str) -> ProcessGroup | None:
-    """The group of this process with this name; None if there is none."""
+    """Return the group of this process with this name; None if there is none."""
     return next((group for group, each in known_groups() if each == name), None)
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name of a group, which is the same on all of its ranks."""
+    """Return the name of a group, which is the same on all of its ranks."""
     return str(group.group_name)
 
 
 def is_between_processes(group: ProcessGroup) -> bool:
-    """Whether the group's backends connect processes: others, such as a fake one, only stand for groups."""
+    """Return whether the group's backends connect processes: others, such as a fake one, only stand for groups."""
     config = str(first_of("get_backend_config")(group))
     return any(backend in config for backend in _BETWEEN_PROCESSES)
 
@@ -115,13 +115,13 @@ def stop_waiting(group: ProcessGroup) -> None:
 
 
 def cpu_backend(group: ProcessGroup) -> str:
-    """The name of the group's backend for CPU tensors, in lower case; empty if there is none."""
+    """Return the name of the group's backend for CPU tensors, in lower case; empty if there is none."""
     backend = backend_of(group, torch.device("cpu"))
     return "" if backend is None else str(backend.name()).lower()
 
 
 def exchange(value: object, group: ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks."""
+    """Return every rank's value, in the order of the group's ranks."""
     device = _control_device(group)
     gathered = exchange_bytes(
         pickle.dumps(value),
@@ -133,26 +133,26 @@ def exchange(value: object, group: ProcessGroup) -> list[Any]:
 
 
 def _control_device(group: ProcessGroup) -> torch.device:
-    """The device that small facts travel on: the CPU, unless the group has no backend there."""
+    """Return the device that small facts travel on: the CPU, unless the group has no backend there."""
     if not torch.accelerator.is_available() or has_cpu_backend(group):
         return torch.device("cpu")
     return current_device()
 
 
 def current_device() -> torch.device:
-    """The accelerator's device that this thread works on; there must be an accelerator."""
+    """Return the accelerator's device that this thread works on; there must be an accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, "the caller has looked for an accelerator"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def has_cpu_backend(group: ProcessGroup) -> bool:
-    """Whether the group moves CPU tensors at all."""
+    """Return whether the group moves CPU tensors at all."""
     return "cpu" in first_of("get_backend_config")(group)
 
 
 def members_of(group: ProcessGroup) -> list[int]:
-    """The numbers that the group's ranks have in the world, in the order of the group."""
+    """Return the numbers that the group's ranks have in the world, in the order of the group."""
     return list(first_of("get_process_group_ranks")(group))
 
 
@@ -165,7 +165,7 @@ def barrier(group: ProcessGroup) -> None:
 
 
 def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | None:
-    """A new process group of some of this group's ranks, with its backends and its timeout; None on the others.
+    """Return a new process group of some of this group's ranks, with its backends and its timeout; None on the others.
 
     The numbers are those within `group`. Every rank of `group` calls it.
     """
@@ -187,7 +187,7 @@ def new_subgroup(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup | No
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The time limit of the group's collectives, or None if no backend tells it.
+    """Return the time limit of the group's collectives, or None if no backend tells it.
 
     Without it, a subgroup of a group with a limit of 10 seconds would wait for torch's 30 minutes.
     """
@@ -210,7 +210,7 @@ class _Names:
         self._last = 0
 
     def agree(self, group: ProcessGroup, ranks: Sequence[int]) -> str:
-        """A name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
+        """Return a name that no group of these ranks has had. Every rank of `group` calls it, and gets the same."""
         self._last = 1 + max(exchange(self._last, group))
         return f"flatparam {self._last}: {' '.join(map(str, ranks))}"
 

@@ -43,7 +43,7 @@ class Waiting:
     missing: Callable[[], str]
 
     def describe(self) -> str:
-        """The text for an error."""
+        """Return the text for an error."""
         return f"waits for {describe_call(self.op, self.label)} ({self.missing()})"
 
 
@@ -138,12 +138,12 @@ class Baton:
             self._failure = failure
 
     def error(self, rank: int, op: str, label: str) -> CollectiveError:
-        """The error of this rank, in a world that has failed."""
+        """Return the error of this rank, in a world that has failed."""
         assert self._failure is not None
         return self._failure(rank, op, label)
 
     def belongs_here(self, rank: int) -> bool:
-        """Whether the caller is the thread of `rank`."""
+        """Return whether the caller is the thread of `rank`."""
         return threading.get_ident() == self._turns[rank].thread
 
     def check_thread(self, rank: int, op: str, label: str) -> None:
@@ -158,7 +158,7 @@ class Baton:
             )
 
     def doing(self, rank: int) -> str:
-        """A text that says what a rank is doing."""
+        """Return a text that says what a rank is doing."""
         turn = self._turns[rank]
         if turn.waiting is not None:
             return turn.waiting.describe()
@@ -185,7 +185,7 @@ class Baton:
         turn.generators.install()
 
     def _choose(self, *, after: int) -> _Turn | None:
-        """The rank that runs next; None if all have finished. A world in which no rank can run fails here."""
+        """Return the rank that runs next; None if all have finished. A world in which no rank can run fails here."""
         order = self._turns[after + 1 :] + self._turns[: after + 1]
         runnable = next((turn for turn in order if self._can_run(turn)), None)
         if runnable is not None:

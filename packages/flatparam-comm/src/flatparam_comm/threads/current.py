@@ -19,7 +19,7 @@ _CURRENT = _Current()
 
 
 def current_collectives() -> Collectives | None:
-    """The world of threads that the calling thread is a rank of, or None outside of `run_threads`."""
+    """Return the world of threads that the calling thread is a rank of, or None outside of `run_threads`."""
     return _CURRENT.collectives
 
 

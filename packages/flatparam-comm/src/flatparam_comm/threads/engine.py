@@ -43,17 +43,17 @@ class ThreadWorld:
         self.groups = [MeetingGroup(tuple(range(size)))]
 
     def collectives(self, rank: int) -> ThreadCollectives:
-        """The end of the world's group that belongs to `rank`."""
+        """Return the end of the world's group that belongs to `rank`."""
         return ThreadCollectives(self, self.groups[0], rank)
 
     def add_group(self, members: tuple[int, ...]) -> MeetingGroup:
-        """A new group of these ranks of the world."""
+        """Return a new group of these ranks of the world."""
         group = MeetingGroup(members)
         self.groups.append(group)
         return group
 
     def left_open(self) -> str:
-        """A text of the collectives that some ranks called and others never did; empty if there are none."""
+        """Return a text of the collectives that some ranks called and others never did; empty if there are none."""
         return "\n".join(
             meeting.describe("these ranks have all finished")
             for group in self.groups
@@ -61,7 +61,7 @@ class ThreadWorld:
         )
 
     def _stuck(self, doing: Sequence[tuple[int, str]]) -> ErrorFactory:
-        """The error if no rank can go on: ranks diverge, or wait in a circle."""
+        """Return the error if no rank can go on: ranks diverge, or wait in a circle."""
         for group in self.groups:
             for meeting in group.open.values():
                 if not meeting.agrees():

@@ -30,7 +30,7 @@ class MeetingCall:
     detail: str = ""
 
     def describe(self) -> str:
-        """The text for an error."""
+        """Return the text for an error."""
         facts = [self.detail] if self.detail else []
         if self.dtype is not None:
             facts.append(f"{self.numel} x {str(self.dtype).removeprefix('torch.')} on {self.device}")
@@ -62,18 +62,18 @@ class Meeting:
         return None not in self.posts
 
     def agrees(self) -> bool:
-        """Whether all calls so far agree."""
+        """Return whether all calls so far agree."""
         calls = [post.call for post in self.posts if post is not None]
         return all(call == calls[0] for call in calls)
 
     def missing(self) -> str:
-        """A text of the ranks that have not called yet, by their numbers in the world."""
+        """Return a text of the ranks that have not called yet, by their numbers in the world."""
         absent = [rank for rank, post in zip(self.members, self.posts, strict=True) if post is None]
         group = f"call {self.number} of the group of ranks {told_ranks(self.members)}"
         return f"{group}; not called by {told_ranks(absent)}"
 
     def describe(self, advice: str) -> str:
-        """A text that says that the ranks' calls differ, and what each has called."""
+        """Return a text that says that the ranks' calls differ, and what each has called."""
         said = [
             (rank, "has not called yet" if post is None else f"called {post.call.describe()}")
             for rank, post in zip(self.members, self.posts, strict=True)
@@ -98,7 +98,7 @@ class MeetingGroup:
         self.calls = [0] * len(self.members)
 
     def join(self, rank: int, post: Post) -> Meeting:
-        """This rank's next meeting, with its post in it."""
+        """Return this rank's next meeting, with its post in it."""
         number = self.calls[rank]
         self.calls[rank] += 1
         meeting = self.open.get(number)

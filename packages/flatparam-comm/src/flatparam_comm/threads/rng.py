@@ -17,7 +17,7 @@ __all__ = ["GeneratorStates", "accelerator_in_use"]
 
 
 def accelerator_in_use() -> Any | None:
-    """The module of the accelerator (`torch.cuda`, `torch.xpu`, ...) if there is one and it is initialised."""
+    """Return the module of the accelerator (`torch.cuda`, `torch.xpu`, ...) if there is one and it is initialised."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
@@ -34,7 +34,7 @@ class GeneratorStates:
 
     @classmethod
     def capture(cls) -> GeneratorStates:
-        """The states as they are now."""
+        """Return the states as they are now."""
         module = accelerator_in_use()
         return cls(torch.get_rng_state(), None if module is None else module.get_rng_state())
 

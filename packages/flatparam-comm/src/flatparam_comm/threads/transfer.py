@@ -123,7 +123,7 @@ def stage_broadcast(cargoes: Sequence[Cargo], root: int, *, late: bool) -> Stage
 
 
 def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: bool) -> Staged:
-    """The parts, which each rank's wait delivers (`late`), or which are delivered here."""
+    """Return the parts, which each rank's wait delivers (`late`), or which are delivered here."""
     if not late:
         for cargo, mine in zip(cargoes, parts, strict=True):
             _write(cargo, mine)
@@ -132,7 +132,7 @@ def _staged(cargoes: Sequence[Cargo], parts: list[tuple[Tensor, ...]], *, late: 
 
 
 def _reduce(values: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """The reduction ((x0 + x1) + x2) + ..., in the values' own dtype."""
+    """Return the reduction ((x0 + x1) + x2) + ..., in the values' own dtype."""
     total = values[0].clone()
     for value in values[1:]:
         if op is ReduceOp.SUM:

@@ -200,5 +200,5 @@ def _raise_failure(world: ThreadWorld, outcomes: Sequence[_Outcome]) -> None:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether another rank's error caused this one: it is a PeerError, or was raised while one was handled."""
+    """Return whether another rank's error caused this one: it is a PeerError, or was raised while one was handled."""
     return cause_among(error, PeerError) is not None

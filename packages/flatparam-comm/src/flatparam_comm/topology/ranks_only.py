@@ -18,11 +18,11 @@ class HasRanks(Protocol):
     """The two methods of torch's process groups that a stand-in has, as tests of wrapping make them."""
 
     def rank(self) -> int:
-        """This rank's number."""
+        """Return this rank's number."""
         ...
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         ...
 
 

@@ -40,7 +40,7 @@ def resolve_topology(
     | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
     | None = None,
 ) -> Topology:
-    """The topology that a user's process group, mesh or name stands for.
+    """Return the topology that a user's process group, mesh or name stands for.
 
     | given | shard | replicate |
     | --- | --- | --- |
@@ -91,7 +91,7 @@ def _check_pair(shard: Collectives, replicate: Collectives) -> None:
 
 
 def with_shared_memory(topology: Topology) -> Topology:
-    """The same topology, with shared memory for each group that lies on one host.
+    """Return the same topology, with shared memory for each group that lies on one host.
 
     So a shard group within a host is fast, and a replicate group across hosts keeps its process group. Every rank calls
     this function. Groups of a different engine and decorated groups stay as they are.
@@ -118,7 +118,7 @@ def _shared_if_possible(group: Collectives) -> Collectives:
 
 
 def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
-    """The collectives that `find` returns, over the transport of this name."""
+    """Return the collectives that `find` returns, over the transport of this name."""
     if name == "shared_memory":
         transport = shared_memory_transport()
         if transport is None:
@@ -134,7 +134,7 @@ def _by_name(name: str, find: Callable[[], Collectives]) -> Collectives:
 
 
 def _on_this_host() -> Collectives:
-    """The ranks of the default group that are on this host."""
+    """Return the ranks of the default group that are on this host."""
     world = as_process_group(_default_collectives())
     found = _HOST_GROUPS.get(world.group)
     if found is None:
@@ -215,7 +215,7 @@ def _topology_of_mesh(mesh: DeviceMesh) -> Topology:
 
 
 def _same_again(shard: tuple[int, int], replicate: tuple[int, int] | None, shared: bool = False) -> Topology:
-    """A pickled topology, restored in a world of the same size; every rank passes its own values.
+    """Return a pickled topology, restored in a world of the same size; every rank passes its own values.
 
     Args:
         shard: the size of the shard group, and this rank's number in it.
@@ -250,7 +250,7 @@ def _laid_out(shard: tuple[int, int], replicate: tuple[int, int] | None) -> Topo
 
 
 def _reduced(topology: Topology) -> tuple[object, ...]:
-    """The pickled form of a topology: how many ranks there were, and which of them this one was."""
+    """Return the pickled form of a topology: how many ranks there were, and which of them this one was."""
     replicate = None if topology.replicate is None else (topology.replicate.size, topology.replicate.rank)
     transport = shared_memory_transport()
     shared = transport is not None and (

@@ -119,5 +119,5 @@ def _own_group(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectiv
 
 
 def _as_list(items: object) -> list[Any]:
-    """The message of one rank: a list, if the rank is in the same place."""
+    """Return the message of one rank: a list, if the rank is in the same place."""
     return items if isinstance(items, list) else [items]

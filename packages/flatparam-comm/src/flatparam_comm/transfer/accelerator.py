@@ -48,7 +48,7 @@ class Streams:
         return ask is not None and bool(ask())
 
     def current(self) -> int:
-        """The number that torch gives the current stream of the device."""
+        """Return the number that torch gives the current stream of the device."""
         return int(torch.accelerator.current_stream(self.device).stream_id)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Streams:
 
 
 def _stream_for_copies(device: torch.device) -> torch.Stream:
-    """A new stream that the device serves before its other streams, if it has priorities.
+    """Return a new stream that the device serves before its other streams, if it has priorities.
 
     What is queued here is short, and a collective waits for it. With equal priorities it comes after all of a long
     product that has begun, and so does the collective.

@@ -36,7 +36,7 @@ def averaging_over(
     in_copy: bool = True,
     in_parts: bool = False,
 ) -> Averaging:
-    """The factors that divide a sum over `ranks` by `divisor`.
+    """Return the factors that divide a sum over `ranks` by `divisor`.
 
     Dividing by a power of two loses no bit, so it happens where it costs least: in the copy of gradients to the flat
     buffer if that is enough, else after the sum, which is only a shard. Only float16 needs a part of it before the sum.
@@ -56,7 +56,7 @@ def averaging_over(
 
 
 def gradient_divisors(ranks: int) -> tuple[float, float]:
-    """The factors by which gradients are divided before and after the sum over `ranks`.
+    """Return the factors by which gradients are divided before and after the sum over `ranks`.
 
     The first is a power of two near the square root of `ranks`, so that neither the summands nor the sum leaves the
     range of a 16-bit dtype; the product of both is `ranks`. The rule is FSDP1's, so that the rounding is the same.
@@ -68,7 +68,7 @@ def gradient_divisors(ranks: int) -> tuple[float, float]:
 
 
 def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
-    """The factors before and after the sum whose product is `factor`, a user's own divisor.
+    """Return the factors before and after the sum whose product is `factor`, a user's own divisor.
 
     The first factor is that of a mean over `ranks`, a power of two, so that it loses no bits.
     """

@@ -57,12 +57,12 @@ class CommHooks:
         setattr(self, stage, None if hook is None else functools.partial(_call, hook, state, in_place))
 
     def given(self, stage: HookStage) -> tuple[Callable[..., Any] | None, Any]:
-        """The hook of `stage` and its state, as `set` was given them; None for both if there is none."""
+        """Return the hook of `stage` and its state, as `set` was given them; None for both if there is none."""
         called = getattr(self, stage)
         return (None, None) if called is None else called.args[:2]
 
     def __deepcopy__(self, memo: dict[int, object]) -> CommHooks:
-        """The same functions with the same states, which may hold process groups."""
+        """Return the same functions with the same states, which may hold process groups."""
         return copy.copy(self)
 
 

@@ -27,7 +27,7 @@ class Mark(Protocol):
         """Block the host until the device has reached this point."""
 
     def is_reached(self) -> bool:
-        """Whether the device has reached this point; the host does not wait."""
+        """Return whether the device has reached this point; the host does not wait."""
 
 
 @final
@@ -51,7 +51,7 @@ class OnDevice(Protocol):
         """Whether queued work is recorded in a graph, to be replayed: the host may not ask the device anything then."""
 
     def current(self) -> int:
-        """The number of the current stream."""
+        """Return the number of the current stream."""
 
     def uploading(self) -> AbstractContextManager[Copies]:
         """Inside, copies from the host's memory are queued on their stream, after all work that is queued now.
@@ -77,7 +77,7 @@ class OnDevice(Protocol):
         """Block the host until the device has made all uploads, and so reads the host's memory no more."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy of a small host tensor on `device`; the host does not wait for the copy."""
+        """Return a copy of a small host tensor on `device`; the host does not wait for the copy."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a small tensor on the host, which is complete once the host has waited for the device."""
+        """Return a copy of a small tensor on the host, which is complete once the host has waited for the device."""

@@ -9,7 +9,7 @@ __all__ = ["follow", "keep", "mark"]
 
 
 def mark(tensor: Tensor) -> torch.Event | None:
-    """This point of the current stream of an accelerator's tensor; None for the CPU."""
+    """Return this point of the current stream of an accelerator's tensor; None for the CPU."""
     if tensor.device.type == "cpu":
         return None
     event = torch.Event(tensor.device)

@@ -107,7 +107,7 @@ class Reducer:
         return self.topology.shard.size > 1
 
     def copy(self) -> Reducer:
-        """The same settings, with no gradients that wait."""
+        """Return the same settings, with no gradients that wait."""
         hooks = attrs.evolve(self.hooks)
         # The groups are not asked again: they may have been destroyed.
         return Reducer(
@@ -130,7 +130,7 @@ class Reducer:
         return Reducer, (self.topology, self.synchronises, self.sums_copies, self.divide_factor, self.hooks)
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
-        """The factors that turn the sum of the gradients of `handles` over ranks into their mean."""
+        """Return the factors that turn the sum of the gradients of `handles` over ranks into their mean."""
         hooks = self.hooks
         of = (
             hooks.reduce,

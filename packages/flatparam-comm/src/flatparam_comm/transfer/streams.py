@@ -45,11 +45,11 @@ class NoStreams:
         """Do nothing."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -71,7 +71,7 @@ def acting_as(form: OnDevice) -> Iterator[None]:
 
 
 def streams_of(device: torch.device) -> OnDevice:
-    """The streams beside the current stream of a device; the same object each time, since it orders their work.
+    """Return the streams beside the current stream of a device; the same object each time, since it orders their work.
 
     Each compute stream has its own streams beside it, as memory that is used on a stream is reused on that stream.
     """

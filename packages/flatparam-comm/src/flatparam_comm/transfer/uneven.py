@@ -104,7 +104,7 @@ def _exchanged_and_added(
 
 
 def _takes_any_lengths(group: Collectives, tensor: Tensor) -> bool:
-    """Whether parts of different lengths of `tensor` may travel through `group` as they are."""
+    """Return whether parts of different lengths of `tensor` may travel through `group` as they are."""
     return tensor.device.type == "cpu" and not getattr(group, "needs_equal_parts", False)
 
 

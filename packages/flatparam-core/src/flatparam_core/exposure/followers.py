@@ -49,12 +49,12 @@ class Followers:
         self._versions = [each._version for each in originals]
 
     def originals(self) -> dict[int, nn.Parameter]:
-        """The originals that somebody still holds, by index."""
+        """Return the originals that somebody still holds, by index."""
         alive = ((index, reference()) for index, reference in enumerate(self._originals))
         return {index: parameter for index, parameter in alive if parameter is not None}
 
     def stamp(self) -> int:
-        """The number of in-place changes of the originals since they were sharded."""
+        """Return the number of in-place changes of the originals since they were sharded."""
         held = self.originals() if self._found is None else {i: f.parameter for i, f in self._found.items()}
         return sum(parameter._version - self._versions[index] for index, parameter in held.items())
 
@@ -74,7 +74,7 @@ class Followers:
         return parameter
 
     def were_given_data(self, views: Sequence[torch.Tensor]) -> bool:
-        """Whether users gave data to a follower, so that it is none of the `views` of the shard any more."""
+        """Return whether users gave data to a follower, so that it is none of the `views` of the shard any more."""
         return any(
             memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items()
         )

@@ -39,7 +39,7 @@ def mark_owner(parameter: nn.Parameter, handle: object, index: int) -> None:
 
 
 def marked_owner(parameter: nn.Parameter) -> tuple[object, int] | None:
-    """The handle and the index that `mark_owner` set; `None` if it set none, or the handle is gone."""
+    """Return the handle and the index that `mark_owner` set; `None` if it set none, or the handle is gone."""
     owner: _Owner | None = getattr(parameter, "_flatparam_owner", None)
     handle = None if owner is None else owner.handle()
     return None if owner is None or handle is None else (handle, owner.index)

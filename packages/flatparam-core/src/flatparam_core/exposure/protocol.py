@@ -37,15 +37,15 @@ class Exposure(Protocol):
         ...
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The leaves that an optimizer holds; they live as long as the unit."""
+        """Return the leaves that an optimizer holds; they live as long as the unit."""
         ...
 
     def originals(self) -> Mapping[int, nn.Parameter]:
-        """The original parameters that are views of the shard and that somebody still holds, by index."""
+        """Return the original parameters that are views of the shard and that somebody still holds, by index."""
         ...
 
     def follow(self, index: int) -> nn.Parameter:
-        """The original parameter `index`, a view of the shard; made anew if nobody holds it any more."""
+        """Return the original parameter `index`, a view of the shard; made anew if nobody holds it any more."""
         ...
 
     def requires_grad(self) -> Sequence[bool]:
@@ -93,11 +93,11 @@ class Exposure(Protocol):
         ...
 
     def shown(self, index: int) -> torch.Tensor | None:
-        """The tensor under the names of parameter `index`, as `show` was given it."""
+        """Return the tensor under the names of parameter `index`, as `show` was given it."""
         ...
 
     def stamp(self) -> int:
-        """A number that grows with every in-place change of the shard, through any tensor."""
+        """Return a number that grows with every in-place change of the shard, through any tensor."""
         ...
 
     def show_shard(self) -> None:
@@ -148,12 +148,12 @@ def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) ->
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The memory of `tensor`."""
+    """Return the memory of `tensor`."""
     return tensor.data_ptr(), tensor.numel()
 
 
 def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:
-    """The data that the user gave the original parameter `index` after sharding, as the rank's 1-D part of them.
+    """Return the data that the user gave the original parameter `index` after sharding, as the rank's 1-D part of them.
 
     Raises:
         FlatParamError: if shape, dtype or device do not fit.

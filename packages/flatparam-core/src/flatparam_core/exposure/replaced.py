@@ -14,7 +14,7 @@ __all__ = ["fitting_replacements", "is_harmless", "replaced"]
 
 
 def is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
-    """Whether `found` may replace `shown`: it is the same, or both are frozen and have the same memory.
+    """Return whether `found` may replace `shown`: it is the same, or both are frozen and have the same memory.
 
     Layers of bitsandbytes give themselves such a parameter during a forward pass.
     """
@@ -27,7 +27,7 @@ def is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
 
 
 def replaced(info: ParamInfo) -> FlatParamError:
-    """The error for a parameter that is not the one that was put there."""
+    """Return the error for a parameter that is not the one that was put there."""
     return FlatParamError(
         f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
         "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"

@@ -108,7 +108,7 @@ class _Swap:
         names: Sequence[Mapping[str, int]],
         values: Sequence[torch.Tensor | None],
     ) -> Self | None:
-        """The swap of modules that are sharded now; None if a registry shows what other sites have, too."""
+        """Return the swap of modules that are sharded now; None if a registry shows what other sites have, too."""
         registries: list[ShardedRegistry] = [own[_PARAMETERS] for own in owns]
         readers = [each.readers for each in registries]
         sharded = [len(each) for each in names]
@@ -177,7 +177,7 @@ class Sites:
 
     @classmethod
     def of(cls, bound: Sequence[BoundParameter]) -> Self:
-        """The attributes of `bound`, which show their parameters now."""
+        """Return the attributes of `bound`, which show their parameters now."""
         return cls([b.infos for b in bound], [b.parameter for b in bound])
 
     def __getstate__(self) -> tuple[object, ...]:
@@ -192,7 +192,7 @@ class Sites:
         return self._row
 
     def _dictionaries(self, row: _Attributes) -> list[dict[str, Any]]:
-        """The attributes of each module.
+        """Return the attributes of each module.
 
         Raises:
             FlatParamError: if a module is gone; the message names the parameter.

@@ -110,7 +110,7 @@ class FlatLayout:
                 )
 
     def _cuts(self, span: Span) -> Sequence[int]:
-        """The boundaries between ranks inside `span`."""
+        """Return the boundaries between ranks inside `span`."""
         bounds = self._bounds
         return bounds[bisect_right(bounds, span.start) : bisect_left(bounds, span.stop)]
 
@@ -207,7 +207,7 @@ class FlatLayout:
         return FlatLayout(slots, self.world_size, -(-_end(slots) // self.world_size) * self.world_size)
 
     def with_dtype(self, dtype: torch.dtype) -> FlatLayout:
-        """The same intervals for parameters of a different dtype."""
+        """Return the same intervals for parameters of a different dtype."""
         if dtype == self.dtype:
             return self
         slots = (Slot(attrs.evolve(slot.spec, dtype=dtype), slot.span) for slot in self.slots)
@@ -262,7 +262,7 @@ class FlatLayout:
         return tuple(gaps)
 
     def shard_span(self, rank: int) -> Span:
-        """The part of the flat parameter that `rank` owns.
+        """Return the part of the flat parameter that `rank` owns.
 
         Raises:
             LayoutError: if `rank` is not in `[0, world_size)`.
@@ -272,7 +272,7 @@ class FlatLayout:
         return Span(self._bounds[rank], self._bounds[rank + 1])
 
     def fragment(self, index: int, rank: int) -> Fragment:
-        """The part of parameter `index` that `rank` owns; its spans are empty if the rank owns nothing of it."""
+        """Return the part of parameter `index` that `rank` owns; its spans are empty if the rank owns nothing of it."""
         return self._fragment(index, self.shard_span(rank))
 
     def _fragment(self, index: int, shard: Span) -> Fragment:
@@ -283,17 +283,17 @@ class FlatLayout:
         return Fragment(index, common.relative_to(slot.start), common.relative_to(shard.start))
 
     def ranks_of(self, index: int) -> range:
-        """The ranks that own elements of parameter `index`; none if the parameter is empty."""
+        """Return the ranks that own elements of parameter `index`; none if the parameter is empty."""
         return self.ranks_in(self.slots[index].span)
 
     def ranks_in(self, span: Span) -> range:
-        """The ranks that own elements of `span` of the flat parameter; none if it is empty."""
+        """Return the ranks that own elements of `span` of the flat parameter; none if it is empty."""
         if not span:
             return range(0)
         return range(bisect_right(self._bounds, span.start) - 1, bisect_left(self._bounds, span.stop))
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The fragments of every parameter on `rank`, in slot order, empty ones included."""
+        """Return the fragments of every parameter on `rank`, in slot order, empty ones included."""
         # All ranks share this dict, if they are threads.
         known = self._fragments
         if rank not in known:

@@ -72,7 +72,7 @@ def check_shares(shares: Sequence[float], world_size: int) -> None:
 
 
 def fewest_elements(specs: Sequence[ParamSpec], world_size: int) -> int:
-    """A lower bound of the elements of an equal shard, whatever the order of the parameters."""
+    """Return a lower bound of the elements of an equal shard, whatever the order of the parameters."""
     items = [_Item.of(index, spec, 1) for index, spec in enumerate(specs)]
     return _fewest([item for item in items if item.numel], world_size)
 
@@ -126,7 +126,7 @@ class _Grid:
         return tuple(stop - start for start, stop in itertools.pairwise((0, *self.bounds)))
 
     def earliest(self, item: _Item, start: int, limit: int) -> int | None:
-        """The first start in `[start, limit)` at which the item fits before `limit` and no boundary cuts it."""
+        """Return the first start in `[start, limit)` at which the item fits before `limit` and no boundary cuts it."""
         bounds, numel = self.bounds, item.numel
         start = -(-start // item.step) * item.step
         coarse = math.lcm(item.grain, item.step)
@@ -155,7 +155,7 @@ class _Grids:
     shares: tuple[Fraction, ...]
 
     def of(self, longest: int, pace: int) -> _Grid:
-        """The grid whose longest shard has `longest` elements, a multiple of `pace`."""
+        """Return the grid whose longest shard has `longest` elements, a multiple of `pace`."""
         if not self.shares:
             return _Grid(tuple(range(longest, longest * self.ranks + 1, longest)), longest)
         most = max(self.shares)
@@ -163,7 +163,7 @@ class _Grids:
         return _Grid(tuple(itertools.accumulate(lengths)), pace)
 
     def least(self, items: Sequence[_Item]) -> int:
-        """A lower bound of the longest shard."""
+        """Return a lower bound of the longest shard."""
         if not self.shares:
             return _fewest(items, self.ranks)
         return max(item.grain for item in items)
@@ -195,7 +195,7 @@ class _Order:
     """Whether a parameter may be put in a gap between two others; if not, each one lies behind those before it."""
 
     def lay_out(self, grid: _Grid) -> dict[int, int] | None:
-        """The start of each item by its index; `None` if there is no room."""
+        """Return the start of each item by its index; `None` if there is no room."""
         starts: dict[int, int] = {}
         free = [(0, grid.bounds[-1])]
         kind, at = None, 0
@@ -238,7 +238,7 @@ class _Found:
 
 
 def _shortest(items: Sequence[_Item], orders: Sequence[_Order], grids: _Grids) -> _Found:
-    """The shortest flat parameter that the search finds; of equal ones, that of the first order."""
+    """Return the shortest flat parameter that the search finds; of equal ones, that of the first order."""
     best: _Found | None = None
     for pace, least in grids.paces(items):
         for order in orders:
@@ -250,7 +250,7 @@ def _shortest(items: Sequence[_Item], orders: Sequence[_Order], grids: _Grids) -
 
 
 def _bisect(order: _Order, grids: _Grids, pace: int, least: int, below: int | None) -> _Found | None:
-    """The shortest flat parameter, of fewer elements than `below`, whose shards are multiples of `pace` long."""
+    """Return the shortest flat parameter, of fewer elements than `below`, whose shards are multiples of `pace` long."""
 
     def attempt(length: int) -> _Found | None:
         grid = grids.of(length, pace)

@@ -45,7 +45,7 @@ class LayoutRule:
         return f"block of {self.block_numel}" if self.kind == "block" else self.kind
 
     def grain(self, shape: Sequence[int], stride: Sequence[int]) -> int:
-        """The elements that stay together, at least 1 and at most all.
+        """Return the elements that stay together, at least 1 and at most all.
 
         A row is what one index of the first dimension selects. If its elements do not lie side by side in memory, as
         in a transposed weight, the whole tensor stays together.
@@ -79,7 +79,7 @@ WHOLE: Final = LayoutRule("whole")
 
 
 def block_of(numel: int) -> LayoutRule:
-    """The rule that `numel` elements in a row, counted from the parameter's first one, stay on one rank.
+    """Return the rule that `numel` elements in a row, counted from the parameter's first one, stay on one rank.
 
     Each parameter begins at a multiple of `numel` in the shard, and each shard has a multiple of `numel` elements, so
     that blocks counted from the beginning of a shard are those counted from the beginning of each parameter.

@@ -37,7 +37,7 @@ class ShardPieces:
 
     @classmethod
     def of(cls, layout: FlatLayout, rank: int) -> Self:
-        """The cut of the shard of `rank`."""
+        """Return the cut of the shard of `rank`."""
         return cls(*_plan(layout, rank))  # type: ignore[arg-type]  # in the order of the attributes
 
     def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -55,13 +55,13 @@ class ShardPieces:
         ]
 
     def lines(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same fragments, each 1-D."""
+        """Return the same fragments, each 1-D."""
         cut, nothing = shard.split_with_sizes(self._lengths), shard[:0]
         return [nothing if at < 0 else cut[at] for at in self._filled]
 
 
 def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
-    """The shape of a rank's part of a parameter.
+    """Return the shape of a rank's part of a parameter.
 
     A rule that keeps rows or the whole tensor together keeps the shape, too: rows of the parameter's own shape. Else
     the elements lie along the first dimension; the other dimensions have length 1, so that an optimizer's rule that
@@ -80,7 +80,7 @@ def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
 
 @functools.lru_cache(maxsize=256)
 def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
-    """The first fields of `ShardPieces`."""
+    """Return the first fields of `ShardPieces`."""
     shapes: list[Shape] = []
     cut: list[Shape] = []
     filled: list[int] = []

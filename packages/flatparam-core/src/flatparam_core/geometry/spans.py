@@ -36,28 +36,28 @@ class Span:
         return self.stop > self.start
 
     def overlap(self, other: Span) -> Span:
-        """The part common to both, in the coordinates of both; empty if they do not meet."""
+        """Return the part common to both, in the coordinates of both; empty if they do not meet."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def relative_to(self, origin: int) -> Self:
-        """The same integers counted from `origin` (which must not lie behind `start`)."""
+        """Return the same integers counted from `origin` (which must not lie behind `start`)."""
         return type(self)(self.start - origin, self.stop - origin)
 
     def shifted(self, offset: int) -> Self:
-        """The span moved `offset` to the right."""
+        """Return the span moved `offset` to the right."""
         return type(self)(self.start + offset, self.stop + offset)
 
     def contains(self, other: Span) -> bool:
-        """Whether every integer of `other` lies in this span (an empty one must lie within the ends)."""
+        """Return whether every integer of `other` lies in this span (an empty one must lie within the ends)."""
         return self.start <= other.start and other.stop <= self.stop
 
     def as_slice(self) -> slice:
-        """The span as an index for a 1-D tensor."""
+        """Return the span as an index for a 1-D tensor."""
         return slice(self.start, self.stop)
 
     def boxes(self, shape: Sequence[int], within: tuple[int, ...] = ()) -> Iterator[Box]:
-        """The boxes that tile these row-major elements of a tensor of `shape`, in order; at most `2 * ndim - 1`.
+        """Yield the boxes that tile these row-major elements of a tensor of `shape`, in order; at most `2 * ndim - 1`.
 
         They are boxes of the tensor in which the indices `within`, of its first dimensions, choose that tensor.
         """
@@ -91,19 +91,19 @@ class Box:
         return math.prod(self.sizes)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in `tensor`, as a view."""
+        """Return the elements in `tensor`, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
 
     def overlap(self, other: Box) -> Box:
-        """The elements common to both; an empty box if they do not meet."""
+        """Return the elements common to both; an empty box if they do not meet."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, self._stops(), other._stops())
         return Box(offsets, tuple(max(0, stop - start) for start, stop in zip(offsets, stops, strict=True)))
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same elements, counted from the element `origin` on."""
+        """Return the same elements, counted from the element `origin` on."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def _stops(self) -> Iterator[int]:

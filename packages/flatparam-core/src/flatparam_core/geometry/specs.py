@@ -18,7 +18,7 @@ __all__ = ["ParamSpec", "memory_view"]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The row-major strides of `shape`, in elements."""
+    """Return the row-major strides of `shape`, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -28,7 +28,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the strides visit `prod(shape)` adjacent elements once each, in any order of the dimensions."""
+    """Return whether the strides visit `prod(shape)` adjacent elements once each, in any order of the dimensions."""
     expected = 1
     for step, size in sorted((t, n) for n, t in zip(shape, stride, strict=True) if n != 1):
         if step != expected:
@@ -71,7 +71,7 @@ class ParamSpec:
 
     @classmethod
     def of(cls, fqn: str, tensor: torch.Tensor, aliases: Sequence[str] = ()) -> Self:
-        """The spec of `tensor` (any shape, 0-d too); its strides are kept if they are dense."""
+        """Return the spec of `tensor` (any shape, 0-d too); its strides are kept if they are dense."""
         facts = tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
         return _spec(fqn, *facts, tuple(aliases))
 
@@ -113,7 +113,7 @@ def _spec(
     stride: tuple[int, ...],
     aliases: tuple[str, ...],
 ) -> ParamSpec:
-    """The spec of these facts: one object for equal facts, as those of the repeated blocks of a model are."""
+    """Return the spec of these facts: one object for equal facts, as those of the repeated blocks of a model are."""
     row_major = contiguous_stride(shape)
     if stride != row_major and (not math.prod(shape) or not is_dense(shape, stride)):
         stride = row_major
@@ -121,7 +121,7 @@ def _spec(
 
 
 def memory_view(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
-    """The elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
+    """Return the elements of `tensor` (shape `spec.shape`) as a 1-D tensor in the memory order of `spec`.
 
     It is a view if the tensor already has that order, else a copy.
     """

@@ -32,7 +32,7 @@ class Unflattened:
     """The parts by slot, each in the shape of its parameter; a slot without a part is zero."""
 
     def numel(self) -> int:
-        """The number of elements of the flat tensor."""
+        """Return the number of elements of the flat tensor."""
         return self.layout.numel
 
     def fill(self, start: int, out: torch.Tensor) -> None:

@@ -129,7 +129,7 @@ class FlatBuffer:
     def create(
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
-        """A buffer for the unsharded `layout`, without memory at first."""
+        """Return a buffer for the unsharded `layout`, without memory at first."""
         tensor = _empty(layout.numel, dtype, device)
         buffer = cls(layout, tensor, layout.numel * dtype.itemsize, pool)
         buffer.free()
@@ -137,7 +137,7 @@ class FlatBuffer:
 
     @classmethod
     def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
-        """A buffer in the memory of `values`, 1-D, `layout.numel` elements, which is never freed."""
+        """Return a buffer in the memory of `values`, 1-D, `layout.numel` elements, which is never freed."""
         return cls(layout, values.data, layout.numel * values.dtype.itemsize, is_borrowed=True)
 
     def borrow(self, values: torch.Tensor) -> bool:
@@ -223,7 +223,7 @@ class FlatBuffer:
             self._source = None
 
     def shard(self, rank: int) -> torch.Tensor:
-        """The slice of `rank` in the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
+        """Return the slice of `rank` in the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
         return self.tensor[self.layout.shard_span(rank).as_slice()]
 
     def view(self, index: int) -> torch.Tensor:
@@ -235,11 +235,11 @@ class FlatBuffer:
         return slot_view(self.tensor.data, self.layout.slots[index])
 
     def views(self) -> tuple[torch.Tensor, ...]:
-        """All parameters, in the order of the slots; see `view`."""
+        """Return all parameters, in the order of the slots; see `view`."""
         return tuple(self.view(index) for index in range(len(self.layout.slots)))
 
     def gaps(self) -> Sequence[torch.Tensor]:
-        """The padding, as 1-D views; it has to be zero wherever a buffer is reduced."""
+        """Return the padding, as 1-D views; it has to be zero wherever a buffer is reduced."""
         if self._gaps is None:
             self._gaps = [self.tensor[gap.as_slice()] for gap in self.layout.gaps]
         return self._gaps

@@ -69,12 +69,12 @@ class FullForm:
     def create(
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
-        """A form without memory and without leaves."""
+        """Return a form without memory and without leaves."""
         return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
 
     @classmethod
     def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
-        """A form in the memory of `values`, a flat parameter that is not sharded."""
+        """Return a form in the memory of `values`, a flat parameter that is not sharded."""
         return cls(FlatBuffer.over(layout, values))
 
     def follow(self, values: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class FullForms:
         return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)
 
     def dtype(self, *, full_precision: bool) -> torch.dtype:
-        """The dtype to compute in."""
+        """Return the dtype to compute in."""
         return self.layout.dtype if full_precision else self._computed
 
     def choose(self, dtype: torch.dtype, *, over: torch.Tensor | None = None) -> FullForm:
@@ -290,7 +290,7 @@ class FullForms:
         return FullForms(layout, self.precision, device, self.attributes, self.pool, self.kinds)
 
     def has_presenter(self, index: int) -> bool:
-        """Whether modules show a tensor made from the full parameter `index`."""
+        """Return whether modules show a tensor made from the full parameter `index`."""
         return PRESENTER in self.attributes[index]
 
     def present(self, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ class FullForms:
             return presenter(full)  # type: ignore[operator, no-any-return]  # it is a function
 
     def presented(self) -> Sequence[torch.Tensor]:
-        """The tensors that modules show now."""
+        """Return the tensors that modules show now."""
         leaves = self.current.leaves
         if not self._has_presenters:
             return leaves

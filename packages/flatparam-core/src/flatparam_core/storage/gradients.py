@@ -26,7 +26,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def _is_exact(factor: float) -> bool:
-    """Whether multiplication by `factor` loses nothing: it is a power of two."""
+    """Return whether multiplication by `factor` loses nothing: it is a power of two."""
     return math.frexp(factor)[0] == 0.5
 
 
@@ -102,7 +102,7 @@ class GradientLedger:
     def create(
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
-        """An empty ledger; it takes no memory until the first deposit."""
+        """Return an empty ledger; it takes no memory until the first deposit."""
         return cls(
             FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool), bytearray(len(layout.slots))
         )
@@ -130,7 +130,7 @@ class GradientLedger:
         return not (any(self.deposited) or self._kept)
 
     def arrived(self) -> list[tuple[int, torch.Tensor]]:
-        """Each gradient that has arrived since the last release, with the index of its parameter."""
+        """Return each gradient that has arrived since the last release, with the index of its parameter."""
         deposited = [(index, self._slots[index]) for index, flag in enumerate(self.deposited) if flag]
         return deposited + [(index, gradient) for index, (gradient, _) in self._kept.items()]
 
@@ -337,7 +337,7 @@ class GradientLedger:
         return full
 
     def slot(self, index: int) -> torch.Tensor:
-        """The accumulated gradient of parameter `index`, in its shape.
+        """Return the accumulated gradient of parameter `index`, in its shape.
 
         Raises:
             FlatParamError: if none has arrived.

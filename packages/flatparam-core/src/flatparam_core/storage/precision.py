@@ -43,11 +43,11 @@ class Precision:
             )
 
     def compute(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""
+        """Return the dtype of the unsharded parameters of a flat parameter that is stored as `storage`."""
         return self.param_dtype if self.param_dtype and storage.is_floating_point else storage
 
     def reduce(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are summed over ranks: by default the compute dtype."""
+        """Return the dtype in which gradients are summed over ranks: by default the compute dtype."""
         if self.reduce_dtype and storage.is_floating_point:
             return self.reduce_dtype
         return self.compute(storage)
@@ -58,5 +58,5 @@ class Precision:
         return tuple(dtype for dtype in (self.param_dtype, self.reduce_dtype) if dtype is not None)
 
     def grad(self, storage: torch.dtype) -> torch.dtype:
-        """The dtype of `.grad`: that of the parameter, unless low precision is kept."""
+        """Return the dtype of `.grad`: that of the parameter, unless low precision is kept."""
         return self.compute(storage) if self.keep_low_precision_grads else storage

@@ -34,7 +34,7 @@ class Shard:
 
     @classmethod
     def of(cls, flat_param: FlatParameter) -> Self:
-        """The memory of `flat_param` as it is now."""
+        """Return the memory of `flat_param` as it is now."""
         return cls(flat_param, flat_param.detach(), address=flat_param.data_ptr())
 
     @property

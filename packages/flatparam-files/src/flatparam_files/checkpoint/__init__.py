@@ -1,5 +1,14 @@
 """The checkpoint directory without ranks: its names, lock and manifest, its reader and writer, and each rank's part."""
 
+from flatparam_files.checkpoint.commit import Committer, write_part
+from flatparam_files.checkpoint.contribution import (
+    Contribution,
+    OwnedPiece,
+    Ticket,
+    report_path,
+    row_major_chunks,
+    row_major_on_demand,
+)
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.checkpoint.manifest import (
@@ -17,18 +26,8 @@ from flatparam_files.checkpoint.manifest import (
     unseal,
 )
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_files.checkpoint.parts import (
-    Committer,
-    Contribution,
-    OwnedPiece,
-    Ticket,
-    report_path,
-    row_major_chunks,
-    row_major_on_demand,
-    write_part,
-)
 from flatparam_files.checkpoint.reader import CheckpointReader, deletion_of, open_checkpoint, what_it_says
-from flatparam_files.checkpoint.verify import Verification, verify_checkpoint
+from flatparam_files.checkpoint.soundness import Verification, verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 
 __all__ = [

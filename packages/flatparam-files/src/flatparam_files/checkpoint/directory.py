@@ -39,7 +39,7 @@ _LEFT: Final = re.compile(r"step-\d{8,19}\.(tmp|deleted)-[0-9a-f]{32}")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in directory `path`.
+    """Return the manifest of the checkpoint in directory `path`.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
@@ -80,11 +80,11 @@ class CheckpointDirectory:
         return str(self.root), os.path.realpath(self.root)
 
     def path_of(self, step: int) -> Path:
-        """The path of the checkpoint of `step`, if there is one."""
+        """Return the path of the checkpoint of `step`, if there is one."""
         return self.root / f"step-{step:08d}"
 
     def temporary_path(self, step: int, save_id: str) -> Path:
-        """The path of the checkpoint of `step` before it is committed."""
+        """Return the path of the checkpoint of `step` before it is committed."""
         return self.root / f"step-{step:08d}.tmp-{save_id}"
 
     def make(self) -> None:
@@ -99,7 +99,7 @@ class CheckpointDirectory:
             raise self._is_something_else() from error
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, in order; none if there is no directory.
+        """Return the steps of all committed checkpoints, in order; none if there is no directory.
 
         Raises:
             CheckpointError: if something else is there.
@@ -127,7 +127,7 @@ class CheckpointDirectory:
         )
 
     def latest(self) -> tuple[int, str] | None:
-        """The step and the save id that `latest` names; None if there is no such file.
+        """Return the step and the save id that `latest` names; None if there is no such file.
 
         Raises:
             CheckpointError: if it is damaged.
@@ -152,7 +152,7 @@ class CheckpointDirectory:
         on_moment(Moment.LATEST_REPLACED)
 
     def choose(self, step: int | None = None) -> Chosen | None:
-        """The checkpoint to load: that of `step`, or the latest; None if there is no latest.
+        """Return the checkpoint to load: that of `step`, or the latest; None if there is no latest.
 
         A checkpoint that was committed, but not yet named by `latest` when its writer died, is the latest. If
         `latest` or what it names is damaged, it is the newest one whose manifest is sound.
@@ -185,7 +185,7 @@ class CheckpointDirectory:
         return self._newest_sound(f"{self.root / _LATEST} changes all the time")
 
     def _latest_as_it_is(self) -> tuple[bytes, str]:
-        """The bytes of `latest`, and the error if it cannot be read: they tell whether it has changed."""
+        """Return the bytes of `latest`, and the error if it cannot be read: they tell whether it has changed."""
         try:
             with ByteFile(self.root / _LATEST, follows_links=False) as file:
                 return bytes(file.read(0, min(file.nbytes, _LATEST_NBYTES))), ""
@@ -219,7 +219,7 @@ class CheckpointDirectory:
         return {chosen.manifest.step: chosen.manifest.number for chosen in self._sound()}
 
     def _successor(self, named: Chosen) -> Chosen | None:
-        """The checkpoint that was committed after `named`, if its writer died before it could say so."""
+        """Return the checkpoint that was committed after `named`, if its writer died before it could say so."""
         for step in reversed(self.steps()):
             path = self.path_of(step)
             if path != named.path and self._may_follow(path, named.manifest.save_id):
@@ -230,7 +230,7 @@ class CheckpointDirectory:
         return None
 
     def _may_follow(self, path: Path, save_id: str) -> bool:
-        """Whether the beginning of a manifest names the save that it follows, so that it is worth to be read."""
+        """Return whether the beginning of a manifest names the save that it follows, so that it is worth to be read."""
         try:
             with ByteFile(path / MANIFEST) as file:
                 return save_id.encode() in file.read(0, min(file.nbytes, _BEGINNING_NBYTES))
@@ -238,7 +238,7 @@ class CheckpointDirectory:
             return False
 
     def _time_of(self, step: int) -> int:
-        """When a checkpoint was written; -1 if it has just been retired."""
+        """Return when a checkpoint was written; -1 if it has just been retired."""
         try:
             return (self.path_of(step) / MANIFEST).stat().st_mtime_ns
         except FileNotFoundError:

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the directory `path` is a checkpoint, or one of a run that has saved some."""
+    """Return whether the directory `path` is a checkpoint, or one of a run that has saved some."""
     return (path / MANIFEST).is_file() or bool(CheckpointDirectory(path).steps())
 
 
@@ -83,7 +83,7 @@ def find_checkpoint(path: Path) -> CheckpointReader:
 
 
 def deletion_of(path: Path) -> CheckpointError:
-    """The error about a checkpoint at `path` that was there and is not there any more."""
+    """Return the error about a checkpoint at `path` that was there and is not there any more."""
     return CheckpointError(
         f"{path}: deleted while it was read, by retention (`keep`) or by somebody",
         path=path,
@@ -124,7 +124,7 @@ class CheckpointReader:
             file.close()
 
     def deletion(self) -> CheckpointError | None:
-        """The error that says that this checkpoint was deleted since it was opened; None if it was not."""
+        """Return the error that says that this checkpoint was deleted since it was opened; None if it was not."""
         return None if (self.path / MANIFEST).exists() else deletion_of(self.path)
 
     @property
@@ -134,7 +134,7 @@ class CheckpointReader:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See `Source.tensors`."""
+        """Every tensor by its path, but for those that each rank has of its own."""
         return {
             path: record.info
             for path, record in self.manifest.tensors.items()
@@ -143,7 +143,7 @@ class CheckpointReader:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """See `Source.values`."""
+        """The tree without the tensors, decoded at first use."""
         values = self.decode(self.manifest.values, tensors=False)
         if not isinstance(values, dict):
             raise CheckpointError(
@@ -153,7 +153,7 @@ class CheckpointReader:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See `Source.facts`.
+        """The known facts about the program that wrote it.
 
         `per_rank` names the states that differ between ranks without being cut like their parameter: they are not
         among `tensors`, and only a rank with the same part of the parameter can take them.
@@ -174,7 +174,7 @@ class CheckpointReader:
         return self._nbytes_read_of_closed + sum(file.nbytes_read for file in self._open.values())
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """See `Source.read`. Memory: a chunk; a tensor that is not stored in row-major order takes itself, twice."""
+        """The elements `span`, verified. Memory: a chunk; what is not stored in row-major order takes itself, twice."""
         record = self.record(path)
         if record.stride is None:
             yield from self.read_stored(path, span)
@@ -204,12 +204,12 @@ class CheckpointReader:
         yield from _zeros(Span(end, span.stop), record.info.dtype)
 
     def record(self, path: str) -> TensorRecord:
-        """The record of the tensor `path`; a KeyError if there is none."""
+        """Return the record of the tensor `path`; a KeyError if there is none."""
         manifest = self.manifest
         return manifest.tensors[manifest.aliases.get(path, path)]
 
     def load(self, path: str) -> Tensor:
-        """The whole tensor `path`, in its shape, row-major, in memory of its own."""
+        """Return the whole tensor `path`, in its shape, row-major, in memory of its own."""
         record = self.record(path)
         info = record.info
         for piece in record.pieces:
@@ -223,7 +223,7 @@ class CheckpointReader:
         return result.reshape(info.shape)
 
     def decode(self, tree: Any, *, tensors: bool = True) -> Any:
-        """The value of an encoded tree, with its tensors (on the CPU), or without.
+        """Return the value of an encoded tree, with its tensors (on the CPU), or without.
 
         Raises:
             CheckpointError: if the tree is not sound.
@@ -268,7 +268,7 @@ class CheckpointReader:
                 )
 
     def file(self, number: int) -> ByteFile:
-        """The file of rank `number`, open until a few others were asked for; it is checked the first time."""
+        """Return the file of rank `number`, open until a few others were asked for; it is checked the first time."""
         found = self._open.get(number)
         if found is None:
             found = self._open[number] = self._opened(number)
@@ -315,7 +315,7 @@ def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: in
 
 
 def what_it_says(path: Path) -> str:
-    """The words of an error about a wrong file that tell what the file says that it is, if it says anything."""
+    """Return the words of an error about a wrong file that tell what the file says that it is, if it says anything."""
     try:
         said = read_header(path).metadata
     except CheckpointError:

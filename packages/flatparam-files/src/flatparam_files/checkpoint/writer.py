@@ -12,6 +12,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_core import Span
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.contribution import RankReport, Ticket
 from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_files.checkpoint.manifest import (
     TensorRecord,
@@ -23,10 +25,7 @@ from flatparam_files.checkpoint.manifest import (
     reference,
 )
 from flatparam_files.checkpoint.manifest.whole import EXTRA_STATE
-from flatparam_files.checkpoint.parts.commit import Committer
-from flatparam_files.checkpoint.parts.contribution import Ticket
-from flatparam_files.checkpoint.parts.rank_file import RankFileWriter, header_metadata
-from flatparam_files.checkpoint.parts.report import RankReport
+from flatparam_files.checkpoint.rank_file import RankFileWriter, header_metadata
 from flatparam_files.disk import (
     CHUNK_NBYTES,
     OPEN_FILES,

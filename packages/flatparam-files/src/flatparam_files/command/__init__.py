@@ -1,11 +1,16 @@
 """The command `flatparam ckpt`, and what other commands of `flatparam` share with it."""
 
-from flatparam_files.command.arguments import add
-from flatparam_files.command.numbers import scaled, shown_nbytes
-from flatparam_files.command.output import say
-from flatparam_files.command.running import main, run
-from flatparam_files.command.shared import STATUS, ArgumentsError, Parser, add_command
-from flatparam_files.command.values import DTYPES, dtype_name, natural, nbytes_of
+from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, natural, nbytes_of
+from flatparam_files.command.exit_status import main, run
+from flatparam_files.command.shared import (
+    STATUS,
+    ArgumentsError,
+    Parser,
+    add_command,
+    say,
+    scaled,
+    shown_nbytes,
+)
 
 __all__ = [
     "DTYPES",

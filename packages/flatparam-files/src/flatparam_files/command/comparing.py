@@ -11,9 +11,8 @@ import torch
 
 from flatparam_core import Span
 from flatparam_files import Source, TensorInfo, open_source
-from flatparam_files.command.opening import parts_of
-from flatparam_files.command.output import say
-from flatparam_files.command.progress import showing
+from flatparam_files.command.inspecting import parts_of
+from flatparam_files.command.shared import say, showing
 
 __all__ = ["run"]
 
@@ -60,7 +59,7 @@ def _structure(first: Source, second: Source, chosen: argparse.Namespace) -> Ite
 
 
 def _values(path: str, first: Any, second: Any) -> Iterator[str]:
-    """A line for each difference of two trees of values; a tuple and a list of the same items are equal."""
+    """Yield a line for each difference of two trees of values; a tuple and a list of the same items are equal."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in {**first, **second}:
             where = f"{path}/{key}" if path else str(key)
@@ -77,7 +76,7 @@ def _values(path: str, first: Any, second: Any) -> Iterator[str]:
 
 
 def _is_bare(value: Any) -> bool:
-    """Whether a tree has no value in it: what is left if all that it had were tensors."""
+    """Return whether a tree has no value in it: what is left if all that it had were tensors."""
     return value is None or (isinstance(value, Mapping) and all(map(_is_bare, value.values())))
 
 

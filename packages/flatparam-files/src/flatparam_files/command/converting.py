@@ -22,11 +22,8 @@ from flatparam_files import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_files.command.numbers import shown_nbytes
-from flatparam_files.command.opening import opened
-from flatparam_files.command.output import say
-from flatparam_files.command.progress import showing
-from flatparam_files.command.shared import ArgumentsError
+from flatparam_files.command.inspecting import opened
+from flatparam_files.command.shared import ArgumentsError, say, showing, shown_nbytes
 
 __all__ = ["export", "write_own"]
 

@@ -1,4 +1,4 @@
-"""`flatparam ckpt inspect`: what is in it?"""
+"""`flatparam ckpt inspect` and `verify`: what is in a checkpoint, and is it still what was written?"""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import attrs
 
-from flatparam_files import Source, TensorInfo, split_path
-from flatparam_files.command.numbers import shown_nbytes
-from flatparam_files.command.opening import opened
-from flatparam_files.command.output import say
+from flatparam_files import (
+    CheckpointError,
+    Source,
+    TensorInfo,
+    UnknownFormatError,
+    UnreadableError,
+    open_source,
+    select,
+    split_path,
+    verify_source,
+)
+from flatparam_files.command.shared import ArgumentsError, say, showing, shown_nbytes
 
-__all__ = ["run"]
+__all__ = ["inspect", "opened", "parts_of", "verify"]
 
 _VALUE_WIDTH = 60
 
 
-def run(chosen: argparse.Namespace) -> int:
+def inspect(chosen: argparse.Namespace) -> int:
     """Show the checkpoint; returns the exit status."""
     source = opened(chosen)
     if chosen.json:
@@ -86,7 +95,7 @@ def _tree_of(source: Source) -> _Node:
 
 
 def _names(path: str) -> list[str]:
-    """The levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
+    """Return the levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
     return [name for part in split_path(path) for name in part.split(".") if name]
 
 
@@ -126,3 +135,70 @@ def _dtype(info: TensorInfo) -> str:
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."
+
+
+# `verify`
+
+
+def verify(chosen: argparse.Namespace) -> int:
+    """Verify the checkpoint; returns the exit status."""
+    try:
+        with warnings.catch_warnings():
+            # What is opened instead of a damaged checkpoint is one of the problems below.
+            warnings.simplefilter("ignore")
+            source = opened(chosen)
+    except (ArgumentsError, UnknownFormatError, UnreadableError):
+        raise
+    except CheckpointError as error:
+        say(f"flatparam: {error}", sys.stderr)
+        return 1
+    return _verified(source, chosen)
+
+
+def _verified(source: Source, chosen: argparse.Namespace) -> int:
+    total = sum(info.nbytes for info in source.tensors.values())
+    with showing(chosen, "verify", total) as observe:
+        found = verify_source(source, observe)
+    for problem in found.problems:
+        say(f"flatparam: {problem}", sys.stderr)
+    if found.problems:
+        return 1 if found.is_damaged else 2
+    if not chosen.quiet:
+        unproven = found.unproven_nbytes
+        proven = f"{shown_nbytes(found.nbytes - unproven)} are what was written"
+        whole = f"{shown_nbytes(unproven)} are there, and have no checksums in this format"
+        said = " and ".join(text for text, n in ((proven, found.nbytes - unproven), (whole, unproven)) if n)
+        say(f"{source.format}, {len(source.tensors)} tensors: {said or 'nothing to read'}")
+    return 0
+
+
+# The checkpoint that the arguments name
+
+
+def opened(chosen: argparse.Namespace) -> Source:
+    """Return the checkpoint that the arguments name.
+
+    Raises:
+        ArgumentsError: if they name none, or both a path and a pair of files.
+        CheckpointError: if it cannot be opened.
+    """
+    pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
+    if bool(pair) == (chosen.source is not None):
+        raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
+    return parts_of(
+        open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix), chosen.only
+    )
+
+
+def parts_of(source: Source, only: list[str] | None) -> Source:
+    """Return the parts of a source that were asked for.
+
+    Raises:
+        CheckpointError: if it has none of them.
+    """
+    if not only:
+        return source
+    chosen = select(source, only)
+    if not chosen.tensors and not chosen.values:
+        raise CheckpointError(f"the checkpoint has no {' and no '.join(only)}")
+    return chosen

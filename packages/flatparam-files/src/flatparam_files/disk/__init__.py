@@ -1,15 +1,16 @@
 """The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""
 
-from flatparam_files.disk.byte_file import AnyPath, ByteFile, unreadable
-from flatparam_files.disk.errors import CheckpointError, UnreadableError
-from flatparam_files.disk.limited_json import check_cost, parse_json
+from flatparam_files.disk.byte_file import AnyPath, ByteFile, buffer_of, bytes_view, tensor_of, unreadable
+from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
 from flatparam_files.disk.limits import (
     MAX_DIMS,
     MAX_INTEGER_BITS,
     MAX_MANIFEST_NBYTES,
     MAX_PUBLISHED_NBYTES,
     allowed_nbytes,
+    check_cost,
     is_short_integer,
+    parse_json,
 )
 from flatparam_files.disk.safetensors import (
     DTYPES,
@@ -21,11 +22,13 @@ from flatparam_files.disk.safetensors import (
 )
 from flatparam_files.disk.source import (
     CHUNK_NBYTES,
+    Box,
     Source,
     TensorInfo,
     chunk_spans,
     join_path,
     renamed,
+    row_major_boxes,
     split_path,
 )
 from flatparam_files.disk.system import (
@@ -40,10 +43,10 @@ from flatparam_files.disk.system import (
     sync_file,
     write_durably,
 )
-from flatparam_files.disk.tensor_bytes import buffer_of, bytes_view, tensor_of
 
 __all__ = [
     "AnyPath",
+    "Box",
     "ByteFile",
     "CHUNK_NBYTES",
     "CheckpointError",
@@ -76,6 +79,7 @@ __all__ = [
     "parse_json",
     "read_header",
     "replace_durably",
+    "row_major_boxes",
     "split_path",
     "sync_directory",
     "sync_file",

@@ -1,4 +1,4 @@
-"""Reading byte ranges of a file, with errors that name it; without mapping it into memory."""
+"""Reading byte ranges of a file, with errors that name it; without mapping it into memory. Tensors as bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeAlias, final
 
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
-from flatparam_files.disk.errors import CheckpointError, UnreadableError
+from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
 from flatparam_files.disk.system import open_regular
 
-__all__ = ["AnyPath", "ByteFile", "unreadable"]
+__all__ = ["AnyPath", "ByteFile", "unreadable", "buffer_of", "bytes_view", "tensor_of"]
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 """The name of a file or directory, as a caller gives it."""
@@ -26,7 +28,7 @@ _POINTER_NBYTES: Final = 1024
 
 
 def unreadable(path: AnyPath, done: str, error: OSError) -> UnreadableError:
-    """The error about a file that could not be `done` (opened, read), with what the system said."""
+    """Return the error about a file that could not be `done` (opened, read), with what the system said."""
     return UnreadableError(
         f"{path}: cannot be {done}: {error.strerror or error}",
         path=path,
@@ -101,7 +103,7 @@ class ByteFile:
             self._descriptor = -1
 
     def read(self, offset: int, nbytes: int) -> bytearray:
-        """The bytes `[offset, offset + nbytes)`.
+        """Return the bytes `[offset, offset + nbytes)`.
 
         Raises:
             CheckpointError: if the file ends before.
@@ -136,3 +138,28 @@ class ByteFile:
                 )
             done += count
         self.nbytes_read += nbytes
+
+
+# The memory of tensors as bytes, and bytes as tensors
+
+
+def bytes_view(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` in row-major order as 1-D bytes; a view if it is contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element of a larger tensor counts as contiguous, whatever its stride.
+    if flat.stride() != (1,):
+        flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() == 1 else flat.contiguous()
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
+    """Return the 1-D tensor whose memory `data` is."""
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in row-major order, in memory of their own."""
+    data = bytearray(tensor.numel() * tensor.element_size())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(bytes_view(tensor))
+    return memoryview(data)

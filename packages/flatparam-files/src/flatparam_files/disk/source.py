@@ -11,10 +11,20 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_core import Span
+from flatparam_core import Box, Span
 from flatparam_files.disk.limits import MAX_DIMS
 
-__all__ = ["CHUNK_NBYTES", "Source", "TensorInfo", "chunk_spans", "join_path", "renamed", "split_path"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "Source",
+    "TensorInfo",
+    "chunk_spans",
+    "join_path",
+    "renamed",
+    "split_path",
+    "Box",
+    "row_major_boxes",
+]
 
 _SHOWN: Final = 100
 CHUNK_NBYTES: Final = 8 * 2**20
@@ -80,7 +90,7 @@ class Source(Protocol):
         ...
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """The row-major elements `[span.start, span.stop)` of tensor `path`, in order.
+        """Return the row-major elements `[span.start, span.stop)` of tensor `path`, in order.
 
         Yields:
             1-D CPU tensors of the tensor's dtype, at most `CHUNK_NBYTES` each.
@@ -97,12 +107,12 @@ def join_path(parts: Sequence[str]) -> str:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """The keys of which `join_path` made `path`."""
+    """Return the keys of which `join_path` made `path`."""
     return tuple(unquote(part, errors="strict") for part in path.split("/"))
 
 
 def renamed(name: str, names: Mapping[str, str] | Callable[[str], str | None] | None) -> str:
-    """The new name of a tensor; None, or an absent key of a mapping, keeps the old one."""
+    """Return the new name of a tensor; None, or an absent key of a mapping, keeps the old one."""
     if names is None:
         return name
     new = names(name) if callable(names) else names.get(name)
@@ -114,3 +124,11 @@ def chunk_spans(span: Span, itemsize: int) -> Iterator[Span]:
     step = CHUNK_NBYTES // itemsize
     for start in range(span.start, span.stop, step):
         yield Span(start, min(start + step, span.stop))
+
+
+# The boxes of an interval of a tensor's elements, by the name that this package has for them
+
+
+def row_major_boxes(shape: Sequence[int], span: Span) -> Iterator[Box]:
+    """The boxes that tile the row-major elements `span` of a tensor of `shape`, in order; at most `2 * ndim - 1`."""
+    return span.boxes(shape)

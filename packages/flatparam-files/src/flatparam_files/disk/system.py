@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Final, final
 
 from flatparam_core import Threshold
-from flatparam_files.disk.errors import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 
 __all__ = [
     "OPEN_FILES",

@@ -1,18 +1,19 @@
 """Checkpoints in the formats of other programs: opened as sources, written from sources, a piece at a time."""
 
-from flatparam_files.formats.dcp.reader import open_dcp
-from flatparam_files.formats.dcp.writer import write_dcp
-from flatparam_files.formats.deepspeed.reader import open_deepspeed
+from flatparam_files.checkpoint.soundness import Soundness
+from flatparam_files.formats.dcp.dcp_reader import open_dcp
+from flatparam_files.formats.dcp.dcp_writer import write_dcp
+from flatparam_files.formats.deepspeed import open_deepspeed
 from flatparam_files.formats.detect import FORMATS, UnknownFormatError, open_source
-from flatparam_files.formats.hugging_face.model_files import (
+from flatparam_files.formats.hugging_face import (
     INDEX_FILE,
     divided,
+    encode_index,
     open_hugging_face,
     write_hugging_face,
 )
-from flatparam_files.formats.hugging_face.shard_index import encode_index
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.own import write_checkpoint
+from flatparam_files.formats.own_checkpoint import write_checkpoint
 from flatparam_files.formats.stored import (
     Storage,
     Stored,
@@ -25,9 +26,8 @@ from flatparam_files.formats.stored import (
     select,
     watch,
 )
-from flatparam_files.formats.torch_save import open_torch_file, write_torch_file
+from flatparam_files.formats.torch_files import open_torch_file, write_torch_file
 from flatparam_files.formats.verify import verify_source
-from flatparam_files.soundness import Soundness
 
 __all__ = [
     "FORMATS",

@@ -9,11 +9,12 @@ from typing import Final
 from flatparam_files.checkpoint.manifest import MANIFEST
 from flatparam_files.checkpoint.reader import is_checkpoint, open_checkpoint
 from flatparam_files.disk import AnyPath, CheckpointError, Source
-from flatparam_files.formats.dcp.reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
-from flatparam_files.formats.deepspeed.reader import is_deepspeed, open_deepspeed
-from flatparam_files.formats.hugging_face.model_files import INDEX_FILE, SINGLE_FILE, open_hugging_face
+from flatparam_files.formats.dcp.dcp_reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
+from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
+from flatparam_files.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
 from flatparam_files.formats.stored import stored_source
-from flatparam_files.formats.torch_save import ACCELERATE_FILES, PYTORCH_FILES, is_archive, open_torch_file
+from flatparam_files.formats.torch_archive import is_archive
+from flatparam_files.formats.torch_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
 
 __all__ = ["FORMATS", "UnknownFormatError", "open_source"]
 
@@ -80,7 +81,7 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
 
 
 def _inside(path: Path) -> list[Path]:
-    """The paths to open: `path` itself, or those that accelerate keeps in a directory."""
+    """Return the paths to open: `path` itself, or those that accelerate keeps in a directory."""
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]

@@ -77,7 +77,7 @@ class SparseFile:
             self._file.close()
 
     def tell(self) -> int:
-        """The position of the next byte."""
+        """Return the position of the next byte."""
         return self._file.tell()
 
     def seek(self, position: int) -> None:
@@ -106,7 +106,7 @@ class Appended:
         self.write = file.write
 
     def tell(self) -> int:
-        """The position, from where it began."""
+        """Return the position, from where it began."""
         return self._file.tell() - self._start
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -121,6 +121,6 @@ class Appended:
 
 
 def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:
-    """Whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
+    """Return whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
     large = len(data) >= _HOLE and not memoryview(data).readonly
     return large and not torch.frombuffer(data, dtype=torch.uint8).any()

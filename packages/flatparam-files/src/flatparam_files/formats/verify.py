@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import CheckpointReader
-from flatparam_files.checkpoint.verify import checks_of_directory
+from flatparam_files.checkpoint.soundness import BytesRead, Check, Soundness, checks_of_directory, examine
 from flatparam_files.disk import ByteFile, Source, chunk_spans
 from flatparam_files.formats.stored import Storage, Stored, StoredSource, stored_source
-from flatparam_files.soundness import BytesRead, Check, Soundness, examine
 
 __all__ = ["verify_source"]
 

@@ -1,5 +1,5 @@
 """`flatparam plan`: its arguments, and what it does."""
 
-from flatparam_plan.command.arguments import add
+from flatparam_plan.command.plan_arguments import add
 
 __all__ = ["add"]

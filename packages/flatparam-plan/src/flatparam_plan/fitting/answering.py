@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatparam.resolving import Environment
 from flatparam_comm import Topology
-from flatparam_plan.fitting.choosing import fit
+from flatparam_plan.fitting.fit import fit
 from flatparam_plan.hardware import AnyProfile, device_of
 from flatparam_plan.hollow import hollow_copy
 from flatparam_plan.training import STRATEGIES, PlanError, Setup, TrainingProgram
@@ -36,7 +36,7 @@ class Asked(Protocol):
 
 
 def answer(asked: Asked, model: nn.Module, topology: Topology, kwargs: dict[str, Any]) -> Any:
-    """The units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
+    """Return the units, the prefetch depth and the choices; or why there are none, which every rank is to say."""
     try:
         program = TrainingProgram.of(
             functools.partial(hollow_copy, model),

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, final
 
 import attrs
+from torch import Tensor
 
-from flatparam_plan.errors import PlanError
-from flatparam_plan.hardware.clock import Lap
+from flatparam_comm import (
+    Collectives,
+    ForwardingCollectives,
+    Parts,
+    Pending,
+    ReduceOp,
+    TakesParts,
+    takes_parts,
+)
 from flatparam_plan.hardware.profile import Profile
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.rehearsal import Entry, Rehearsal
+from flatparam_plan.training import Trained
 
-__all__ = ["Stretches", "Timings"]
+__all__ = ["Stretches", "Timings", "Clock", "ClockedCollectives", "Lap"]
 
 _MARKS: Final = ("stage", "issued", "waited")
 
@@ -74,7 +87,7 @@ class Stretches:
         return cls(step, stretches)
 
     def timed(self, steps: Sequence[Sequence[Lap]]) -> Timings:
-        """The times of these stretches, of steps that a rank has run: each mark, and the first of the next step.
+        """Return the times of these stretches, of steps that a rank has run: each mark, and the first of the next step.
 
         Raises:
             PlanError: if a step did something else than the rehearsal.
@@ -105,7 +118,7 @@ class Stretches:
         return attrs.evolve(scaled, count=len(steps), middle_half=(low / whole - 1, high / whole - 1))
 
     def laid(self, timings: Timings) -> list[float]:
-        """The seconds of each entry of the step; those between marks without kernels count to the mark."""
+        """Return the seconds of each entry of the step; those between marks without kernels count to the mark."""
         seconds = [0.0] * len(self.step)
         for stretch in self._stretches:
             whole = timings.of_stretch(stretch.key, stretch.estimate)
@@ -131,7 +144,7 @@ class Timings:
     """The first and the third quartile of the steps, as parts of the median by which they differ from it."""
 
     def times(self, factor: float) -> Timings:
-        """Each time, so many times as long."""
+        """Return each time, so many times as long."""
         return attrs.evolve(
             self,
             spans={key: (seconds * factor, estimate) for key, (seconds, estimate) in self.spans.items()},
@@ -152,9 +165,117 @@ def _median(values: Iterator[float]) -> float:
 
 
 def _what(entry: Entry | None, kinds: Mapping[str, Any]) -> Any:
-    """The kind of a mark, without the names of units."""
+    """Return the kind of a mark, without the names of units."""
     if entry is None:
         return None
     call = entry.call
     asked = None if call is None else (call.op, call.nbytes, kinds.get(call.label))
     return (entry.kind, entry.stage, asked)
+
+
+# When the host of a real rank issues collectives, waits for them, and goes from stage to stage
+
+
+@final
+class Lap(NamedTuple):
+    """One act of the host: "stage", "issued" or "waited", from `begin` to `end` in seconds."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+@final
+@attrs.define(eq=False)
+class Clock:
+    """A watcher that notes when each stage begins, and when collectives are issued and waited for."""
+
+    laps: list[Lap] = attrs.field(factory=list)
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[None]:
+        """Note when the stage begins."""
+        now = time.perf_counter()
+        self.laps.append(Lap("stage", now, now))
+        yield
+
+    def made(self, trained: Trained) -> None:
+        """Nothing is noted of it."""
+
+    def note(self, kind: str, begin: float) -> None:
+        """Note what has begun then and ends now."""
+        self.laps.append(Lap(kind, begin, time.perf_counter()))
+
+
+@final
+@attrs.frozen(eq=False)
+class _Clocked:
+    """A pending that notes its first wait."""
+
+    inner: Pending
+    clock: Clock
+    waited: list[bool] = attrs.field(factory=list)
+
+    def wait(self) -> None:
+        """Wait, and note how long."""
+        begin = time.perf_counter()
+        self.inner.wait()
+        if not self.waited:
+            self.waited.append(True)
+            self.clock.note("waited", begin)
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+        return self.inner.done()
+
+
+@final
+class ClockedCollectives(ForwardingCollectives):
+    """Collectives that tell a clock when they are issued and waited for."""
+
+    __slots__ = ("clock",)
+
+    def __init__(self, inner: Collectives, clock: Clock) -> None:
+        """Tell `clock` of the calls to `inner`."""
+        super().__init__(inner)
+        self.clock = clock
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        """Gather by `inner`, and note when that was issued."""
+        begin = time.perf_counter()
+        return self._issued(begin, self.inner.all_gather(output, shard, label=label))
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
+    ) -> Pending:
+        """Reduce and scatter by `inner`, and note when that was issued."""
+        begin = time.perf_counter()
+        return self._issued(begin, self.inner.reduce_scatter(output, full, op=op, label=label))
+
+    @property
+    def reduce_scatter_parts(self) -> Callable[..., Pending]:
+        """The same for gradients that lie where autograd left them; it exists only if `inner` has it."""
+        if not takes_parts(self.inner):
+            raise AttributeError(f"{self.inner!r} takes no parts")
+        return functools.partial(self._parts, self.inner)
+
+    def _parts(self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = "") -> Pending:
+        begin = time.perf_counter()
+        return self._issued(begin, inner.reduce_scatter_parts(output, full, label=label))
+
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
+        """Reduce by `inner`, and note when that was issued."""
+        begin = time.perf_counter()
+        return self._issued(begin, self.inner.all_reduce(tensor, op=op, label=label))
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
+        """Broadcast by `inner`, and note when that was issued."""
+        begin = time.perf_counter()
+        return self._issued(begin, self.inner.broadcast(tensor, root=root, label=label))
+
+    def _issued(self, begin: float, pending: Pending) -> Pending:
+        self.clock.note("issued", begin)
+        return _Clocked(pending, self.clock)
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return ClockedCollectives(inner, self.clock)

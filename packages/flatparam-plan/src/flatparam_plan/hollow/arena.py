@@ -1,18 +1,20 @@
-"""Addresses without memory behind them, and blocks of memory whose lives are logged."""
+"""Addresses without memory behind them, blocks of memory, and the log of their births and deaths."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import weakref
+from array import array
 from collections import defaultdict
 from typing import Final, final
 
+import attrs
 import torch
 
-from flatparam_plan.errors import PlanError
-from flatparam_plan.hollow.log import Log
+from flatparam_plan.plan_error import PlanError
 
-__all__ = ["Arena", "Block"]
+__all__ = ["Arena", "Block", "Log"]
 
 _ADDRESSES: Final = 2**43
 """The address space that is reserved, as far as the system allows."""
@@ -60,7 +62,7 @@ class Arena:
         self._alive: dict[int, tuple[weakref.ref[memoryview], int]] = {}
 
     def take(self, nbytes: int) -> memoryview:
-        """A block of `nbytes` bytes, which returns when nobody refers to it."""
+        """Return a block of `nbytes` bytes, which returns when nobody refers to it."""
         length = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         free = self._free.get(length)
         if free:
@@ -97,7 +99,7 @@ class Arena:
         return True
 
     def number_at(self, address: int) -> int | None:
-        """The number of the block that begins at an address."""
+        """Return the number of the block that begins at an address."""
         found = self._alive.get(address - self.start)
         return None if found is None else found[1]
 
@@ -116,3 +118,70 @@ def _reserve() -> tuple[mmap.mmap, int]:
                     f"refuses: {error}; raise the limit of virtual memory (ulimit -v), or plan on a different machine"
                 ) from error
             size //= 2
+
+
+# The log of memory: every block's birth and death, in order
+
+
+@final
+@attrs.define(eq=False)
+class Log:
+    """The births and deaths of all blocks of memory, in order.
+
+    `changes` has the number of a block for each birth, and its complement (`~number`) for each death; `sizes` has the
+    bytes in use after each. A block's tag says what it was made for.
+    """
+
+    changes: array[int] = attrs.field(factory=lambda: array("q"))
+    sizes: array[int] = attrs.field(factory=lambda: array("q"))
+    nbytes: array[int] = attrs.field(factory=lambda: array("q"))
+    """The bytes of each block."""
+    tags: list[str] = attrs.field(factory=list)
+    """The tag of each block; it may be changed later."""
+    tag: str = "other"
+    """The tag of the blocks that are born now."""
+    in_use: int = 0
+
+    def born(self, nbytes: int) -> int:
+        """Note a new block, and return its number."""
+        number = len(self.nbytes)
+        self.nbytes.append(nbytes)
+        self.tags.append(self.tag)
+        self._note(number, nbytes)
+        return number
+
+    def died(self, number: int) -> None:
+        """Note that a block's memory was given back."""
+        self._note(~number, -self.nbytes[number])
+
+    def _note(self, change: int, nbytes: int) -> None:
+        self.in_use += nbytes
+        self.changes.append(change)
+        self.sizes.append(self.in_use)
+
+    def passing(self, nbytes: int) -> None:
+        """Note memory that a kernel takes and gives back at once."""
+        before, self.tag = self.tag, "inside a kernel"
+        self.died(self.born(nbytes))
+        self.tag = before
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def peak(self, start: int, stop: int) -> int:
+        """Return the most bytes in use between two places in the log."""
+        before = self.sizes[start - 1] if start else 0
+        return max(self.sizes[start:stop], default=before) if stop > start else before
+
+    def place_of_peak(self, start: int, stop: int) -> int:
+        """Return the place right after the first change between two places that reached the most bytes in use."""
+        within = self.sizes[start:stop]
+        return start + within.index(max(within)) + 1 if within else start
+
+    def alive_at(self, place: int) -> dict[str, int]:
+        """Return the bytes in use at a place of the log, by tag."""
+        alive: dict[str, int] = defaultdict(int)
+        for change in itertools.islice(self.changes, place):
+            number = change if change >= 0 else ~change
+            alive[self.tags[number]] += self.nbytes[number] if change >= 0 else -self.nbytes[number]
+        return {tag: nbytes for tag, nbytes in alive.items() if nbytes}

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_plan.errors import PlanError
 from flatparam_plan.hollow.kernels import operands_of
 from flatparam_plan.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
+from flatparam_plan.plan_error import PlanError
 
 __all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
 
@@ -84,7 +84,7 @@ class Trait:
         return cls(func, kind, len(returns), returns_list, func in _KEEPS_NUMBER, written)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that the operation writes to."""
+        """Return the tensors that the operation writes to."""
         found: list[Tensor] = []
         for number, name in self._written:
             value = args[number] if number < len(args) else kwargs.get(name)
@@ -96,7 +96,7 @@ class Trait:
 
 
 def value_of(func: Any, args: tuple[Any, ...]) -> Any:
-    """A value that somebody wants to know, and that is not known."""
+    """Return a value that somebody wants to know, and that is not known."""
     if func is ATEN.equal.default:
         return True
     if args[0].is_floating_point():
@@ -126,7 +126,7 @@ def appearance(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The results of the operation, as the CPU's kernel makes them, but on the meta device.
+    """Return the results of the operation, as the CPU's kernel makes them, but on the meta device.
 
     Raises:
         PlanError: if the shapes depend on values.
@@ -181,7 +181,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
-    """The result of a product of groups of rows, on the meta device, where torch knows bfloat16 only.
+    """Return the result of a product of groups of rows, on the meta device, where torch knows bfloat16 only.
 
     Rows begin at multiples of 16 bytes.
     """

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flatparam_plan.allocations import allocations
-from flatparam_plan.hollow.kernels import Kernel, operands_of
-from flatparam_plan.hollow.rules import by_rule, returns_as_shaped
+from flatparam_plan.hollow.kernels import Kernel, by_rule, operands_of, returns_as_shaped
 
 __all__ = ["AFFORDABLE_NBYTES", "Temporaries", "Trial", "tried", "zeros_as"]
 
@@ -73,7 +72,7 @@ class Temporaries:
     unmeasured: set[str] = attrs.field(factory=set)
 
     def nbytes(self, kernel: Kernel, key: _Key = None) -> int:
-        """The bytes that `kernel` takes beside its results; equal keys are of kernels that take as many."""
+        """Return the bytes that `kernel` takes beside its results; equal keys are of kernels that take as many."""
         if not self.are_the_cpus:
             return 0
         if not kernel.results:
@@ -144,7 +143,7 @@ def _is_random(kernel: Kernel) -> bool:
 
 
 def _on_meta(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same tensors on the meta device, in memory of the same size, which they share as these do."""
+    """Return the same tensors on the meta device, in memory of the same size, which they share as these do."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def there(value: Any) -> Any:

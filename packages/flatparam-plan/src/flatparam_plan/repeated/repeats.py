@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flatparam_core import clean_fqn
+from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.training import Setup, TrainingProgram
-from flatparam_plan.units import NamedUnits
 
 __all__ = ["SHORT", "Place", "Run", "Shortened", "Template", "runs_of", "shortened", "with_few_blocks"]
 
@@ -84,7 +84,7 @@ class Template:
         return found
 
     def parts_of(self, name: str, block: nn.Module, number: int) -> list[_BlockPart] | None:
-        """The modules of the block with this name and number in its list; `None` if it shares a parameter."""
+        """Return the modules of the block with this name and number in its list; `None` if it shares a parameter."""
         if name not in self._blocks:
             found: list[_BlockPart] | None = []
             for inner, module in block.named_modules():
@@ -100,7 +100,7 @@ class Template:
 
 
 def runs_of(template: Template, setup: Setup, least: int = SHORT + _MORE) -> list[Run]:
-    """The runs of more than `least` equal blocks, in the order of the model.
+    """Return the runs of more than `least` equal blocks, in the order of the model.
 
     A block's parameters are all in units that lie in it; otherwise another unit's size depends on their number.
     """
@@ -120,7 +120,7 @@ def runs_of(template: Template, setup: Setup, least: int = SHORT + _MORE) -> lis
 
 
 def _is_known(wrap: Any) -> bool:
-    """Whether units are chosen by names or classes, so that fewer blocks have the same units."""
+    """Return whether units are chosen by names or classes, so that fewer blocks have the same units."""
     if isinstance(wrap, (NamedUnits, str)):
         return True
     return isinstance(wrap, tuple) and all(isinstance(each, str) for each in wrap)
@@ -144,7 +144,7 @@ class _Choices:
         return cls({}, frozenset((wrap,) if isinstance(wrap, str) else wrap), checkpointed)
 
     def of_part(self, part: _BlockPart) -> tuple[Any, ...]:
-        """The choices for one module."""
+        """Return the choices for one module."""
         return (self.frees.get(part.whole), part.kind in self.classes, part.whole in self.checkpointed)
 
     def is_unit(self, part: _BlockPart) -> bool:
@@ -170,7 +170,7 @@ def _runs_in(
 
 
 def _shape(parts: Sequence[_BlockPart] | None, choices: _Choices) -> Any:
-    """A key that is equal for blocks of the same behaviour, or `None` if a block does not stand alone."""
+    """Return a key that is equal for blocks of the same behaviour, or `None` if a block does not stand alone."""
     if parts is None:
         return None
     found: list[Any] = []
@@ -222,7 +222,7 @@ class Shortened:
     """For each list of modules, what its members are: a run and a number in it, or -1 and their old number."""
 
     def place(self, name: str) -> Place:
-        """The place of a unit of this name."""
+        """Return the place of a unit of this name."""
         for container, numbers in self._numbers.items():
             number, inner = _inside(name, container)
             if number is not None:
@@ -234,7 +234,7 @@ class Shortened:
 
 
 def _inside(name: str, container: str) -> tuple[int | None, str]:
-    """The number of a list's member that a module lies in, and its name there."""
+    """Return the number of a list's member that a module lies in, and its name there."""
     prefix = f"{container}." if container else ""
     if not name.startswith(prefix):
         return None, ""
@@ -250,7 +250,7 @@ def shortened(
     longer: int | None = None,
     keep: int = SHORT,
 ) -> Shortened:
-    """The program with `keep` blocks of each run; with some more of the run with the number `longer`."""
+    """Return the program with `keep` blocks of each run; with some more of the run with the number `longer`."""
     counts = tuple(keep + (_MORE if number == longer else 0) for number in range(len(runs)))
     kept: dict[str, list[int]] = {}
     numbers: dict[str, list[tuple[int, int]]] = {}
@@ -275,7 +275,7 @@ def shortened(
 
 
 def with_few_blocks(program: TrainingProgram, setup: Setup) -> tuple[TrainingProgram, Setup]:
-    """The program and its setup with the first, one more and the last of blocks that repeat; or as they are."""
+    """Return the program and its setup with the first, one more and the last of blocks that repeat; or as they are."""
     template = Template(program.build() if program.template is None else program.template)
     runs = runs_of(template, setup, _FEWEST)
     if not runs:
@@ -301,7 +301,7 @@ class _FewerNames:
         )
 
     def _pairs(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """The names that are left, old and new."""
+        """Yield the names that are left, old and new."""
         places = {
             container: {old: new for new, old in enumerate(olds)} for container, olds in self.kept.items()
         }
@@ -318,7 +318,7 @@ class _FewerNames:
 
 
 def _with_fewer(program: TrainingProgram, template: Template, kept: Mapping[str, Sequence[int]]) -> nn.Module:
-    """A copy of the model without the other members of its lists, which are not copied."""
+    """Return a copy of the model without the other members of its lists, which are not copied."""
     memo: dict[int, Any] = {}
     modules = template.modules
     for container, numbers in kept.items():

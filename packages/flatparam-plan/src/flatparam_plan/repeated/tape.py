@@ -1,15 +1,20 @@
-"""A rehearsal as one row of tokens, in which what repeats for each block can be found."""
+"""A rehearsal as one row of tokens: what repeats for each block is found in it, and a rehearsal is written of one."""
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import attrs
 
+from flatparam_plan.hollow import Log, Work
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.repeated.repeats import Shortened
+from flatparam_plan.training import Call
 
-__all__ = ["Growth", "Insertion", "Tape", "compared"]
+__all__ = ["Growth", "Insertion", "Tape", "compared", "Written"]
 
 _WINDOW: Final = 48
 """If so many tokens agree behind an insertion, it is the right one."""
@@ -53,12 +58,12 @@ class Tape:
         return cls(found, short.counts, forms, blocks)
 
     def bare(self, known: dict[Any, int]) -> list[int]:
-        """A number for each token, equal for those that agree for whichever block of a run."""
+        """Return a number for each token, equal for those that agree for whichever block of a run."""
         return [known.setdefault(form, len(known)) for form in self.forms]
 
 
 def without_sizes(form: Any) -> Any:
-    """The form of an entry without its bytes."""
+    """Return the form of an entry without its bytes."""
     kind, (what, stage, step, _, asked), *rest = form
     return (kind, what, stage, step, None if asked is None else (asked[0], asked[2]), *rest)
 
@@ -70,7 +75,7 @@ def _form(entry: Entry) -> Any:
 
 
 def _changes(found: Rehearsal) -> list[Any]:
-    """A form for each birth and death: bytes, tag, and the stages in which the block was born and has died."""
+    """Return a form for each birth and death: bytes, tag, and the stages in which the block was born and has died."""
     log = found.log
     stages: list[int] = []
     stage = 0
@@ -120,7 +125,7 @@ class Growth:
 
 
 def compared(short: Tape, longer: Tape, run: int) -> Growth | None:
-    """How `longer`, which has more blocks of a run, differs from `short`; `None` if not by what repeats."""
+    """Return how `longer`, which has more blocks of a run, differs from `short`; `None` if not by what repeats."""
     return _Comparison.of(short, longer, run).growth()
 
 
@@ -201,7 +206,7 @@ class _Comparison:
         return all(self.theirs[start : start + length] == first for start in starts)
 
     def _agreed(self, i: int, j: int) -> int:
-        """How many tokens agree from here on, at most so many as say enough; that many, if both end."""
+        """Return how many tokens agree from here on, at most so many as say enough; that many, if both end."""
         for number in range(_WINDOW):
             if i + number == len(self.mine) and j + number == len(self.theirs):
                 return _WINDOW
@@ -210,7 +215,7 @@ class _Comparison:
         return _WINDOW
 
     def _grows(self, i: int, j: int) -> bool:
-        """Whether two tokens are the same work on lists of different lengths, or what it takes."""
+        """Return whether two tokens are the same work on lists of different lengths, or what it takes."""
         if i >= len(self.mine) or j >= len(self.theirs):
             return False
         mine, theirs = self.short.forms[i], self.longer.forms[j]
@@ -237,3 +242,89 @@ def _step(first: list[Any], second: list[Any], run: int) -> int | None:
         return 1
     step: int = steps.pop()
     return step if not steps and step in (1, -1) else None
+
+
+# A rehearsal that is written token by token
+
+
+@final
+@attrs.define(eq=False)
+class Written:
+    """A rehearsal that is being written, token by token."""
+
+    log: Log = attrs.field(factory=Log)
+    entries: list[Entry] = attrs.field(factory=list)
+    works: dict[Work, int] = attrs.field(factory=dict)
+    kernels: array[int] = attrs.field(factory=lambda: array("l"))
+    _alive: dict[Any, list[int]] = attrs.field(factory=lambda: defaultdict(list))
+    """The numbers of blocks of memory, by all that is known of them."""
+    _calls: dict[Any, deque[Call]] = attrs.field(factory=lambda: defaultdict(deque))
+    _start: int = 0
+
+    def write(self, form: Any, block: str) -> None:
+        """Write a token; `block` is the name of the block that it tells of."""
+        kind = form[0]
+        if kind == "kernel":
+            self.kernels.append(self.number_of(form[1]))
+        elif kind == "born":
+            self.log.tag = form[2]
+            self._alive[form[1:]].append(self.log.born(form[1]))
+        elif kind == "died":
+            self.log.died(self._alive[form[1:]].pop())
+        else:
+            _, (what, stage, step, nbytes, asked), inner, run = form
+            name = inner if run is None else f"{block}.{inner}" if inner else block
+            call = None if asked is None else self._call(what, name, asked)
+            start = stop = 0
+            if what == "kernels":
+                start, stop = self._start, len(self.kernels)
+                self._start = stop
+            self.entries.append(Entry(what, stage, step, name, len(self.log), start, stop, nbytes, call))
+
+    def repeat(self, pieces: Sequence[tuple[array[int], Any, Sequence[str]]], times: int) -> None:
+        """Write tokens several times: kernels, or a form and the names of the block that each copy of it tells of."""
+        log, kernels = self.log, self.kernels
+        changes, sizes, nbytes, tags = log.changes, log.sizes, log.nbytes, log.tags
+        # Of a thousand blocks most is births and deaths, so they are written here and not one by one.
+        rows = [
+            (
+                0 if same else {"born": 1, "died": 2}.get(form[0], 3),
+                same,
+                form,
+                self._alive[form[1:]] if form and form[0] in ("born", "died") else [],
+                names,
+            )
+            for same, form, names in pieces
+        ]
+        for copy in range(times):
+            for kind, same, form, alive, names in rows:
+                if kind == 1:
+                    number = len(nbytes)
+                    nbytes.append(form[1])
+                    tags.append(form[2])
+                    log.in_use += form[1]
+                    changes.append(number)
+                    sizes.append(log.in_use)
+                    alive.append(number)
+                elif kind == 2:
+                    log.in_use -= form[1]
+                    changes.append(~alive.pop())
+                    sizes.append(log.in_use)
+                elif kind == 3:
+                    self.write(form, names[copy])
+                else:
+                    kernels.extend(same)
+
+    def number_of(self, work: Work) -> int:
+        """Return the number of a kernel's work."""
+        return self.works.setdefault(work, len(self.works))
+
+    def _call(self, what: str, label: str, asked: tuple[str, int, tuple[int, ...]]) -> Call:
+        """Return the collective that is issued, or that was issued first of those that are waited for."""
+        op, nbytes, members = asked
+        waiting = self._calls[label, asked]
+        if what == "waited":
+            return waiting.popleft()
+        call = Call(op, label, nbytes, members)
+        waiting.append(call)
+        return call

@@ -1,11 +1,10 @@
 """The training program that is planned, and how it is run on its ranks."""
 
-from flatparam_plan.errors import PlanError
-from flatparam_plan.training.inputs import Inputs
-from flatparam_plan.training.program import TrainingProgram
-from flatparam_plan.training.ranks import Call
-from flatparam_plan.training.running import Trained, Watcher, train, train_step
+from flatparam_plan.plan_error import PlanError
+from flatparam_plan.training.lone_rank import Call
+from flatparam_plan.training.program import Inputs, TrainingProgram
 from flatparam_plan.training.setup import STRATEGIES, Setup
+from flatparam_plan.training.training_run import Trained, Watcher, train, train_step
 
 __all__ = [
     "STRATEGIES",

@@ -13,9 +13,9 @@ from torch import nn
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam_comm import Collectives, SingleCollectives, Topology
-from flatparam_plan.errors import PlanError
-from flatparam_plan.training.ranks import TRANSPORTS, Call, lone_topology
-from flatparam_plan.training.wrapping import Wrapping, policy_for
+from flatparam_plan.plan_error import PlanError
+from flatparam_plan.training.lone_rank import TRANSPORTS, Call, lone_topology
+from flatparam_plan.training.named_modules import Wrapping, policy_for
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "Optimize", "Setup"]
 
@@ -130,7 +130,7 @@ class Setup:
         decorate: Callable[[Collectives], Collectives] = lambda group: group,
         on_call: Callable[[str, Call], None] | None = None,
     ) -> Topology:
-        """The groups of the rank in a world where it is the only one that exists."""
+        """Return the groups of the rank in a world where it is the only one that exists."""
         return lone_topology(
             self.world_size,
             self.rank,
@@ -141,7 +141,7 @@ class Setup:
         )
 
     def topology_on(self, group: Collectives) -> Topology:
-        """The groups of a real rank whose world is `group`. A collective for the hybrid strategies.
+        """Return the groups of a real rank whose world is `group`. A collective for the hybrid strategies.
 
         Args:
             group: has `world_size` ranks.
@@ -154,7 +154,7 @@ class Setup:
         return Topology.cut(group, [range(start, start + size) for start in range(0, group.size, size)])
 
     def arguments(self, topology: Topology, model: nn.Module) -> dict[str, Any]:
-        """The wrapper's arguments."""
+        """Return the wrapper's arguments."""
         groups: Any = topology.shard
         if self.sharding_strategy in (STRATEGIES["hybrid"], STRATEGIES["hybrid_grad_op"]):
             groups = (topology.shard, topology.replicate or SingleCollectives())
@@ -175,11 +175,11 @@ class Setup:
         }
 
     def policy(self, model: nn.Module) -> Any:
-        """The policy that chooses the units of `model`."""
+        """Return the policy that chooses the units of `model`."""
         return policy_for(self.wrap, model)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer of the wrapped model."""
+        """Return the optimizer of the wrapped model."""
         make: Any = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
         if make is None:
             return None

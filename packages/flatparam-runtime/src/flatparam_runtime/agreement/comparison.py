@@ -19,7 +19,7 @@ __all__ = ["Comparison", "compare_gradients", "compare_inference", "groups_of"]
 
 
 def groups_of(units: Iterable[Unit]) -> Iterator[tuple[Collectives, list[Unit]]]:
-    """Every group of more than one rank that `units` shard or replicate over, with the units that use it."""
+    """Yield every group of more than one rank that `units` shard or replicate over, with the units that use it."""
     by_group: dict[Collectives, list[Unit]] = {}
     for unit in units:
         for group in unit.topology.groups:
@@ -44,7 +44,7 @@ class _Mask:
         own: bytes,
         before: Sequence[_Mask],
     ) -> Self:
-        """The mask of what is known here and in the masks of the groups `before`."""
+        """Return the mask of what is known here and in the masks of the groups `before`."""
         sent = torch.frombuffer(
             bytearray(b"".join([*map(known.__getitem__, handles), own])), dtype=torch.uint8
         )

@@ -50,7 +50,7 @@ class Deed:
 
     @classmethod
     def of(cls, kind: DeedKind, unit: Acting, nbytes: int) -> Deed:
-        """The deed of `unit`."""
+        """Return the deed of `unit`."""
         fqns = (fqn for handle in unit.handles for fqn in handle.layout.fqns)
         return cls(kind, unit.name, nbytes, tuple(islice(fqns, 3)))
 

@@ -102,7 +102,7 @@ class _Account:
 
 
 def _first_divergence(everyone: Sequence[_Account], rank: int) -> str:
-    """The message about the first thing in which the ranks diverge."""
+    """Return the message about the first thing in which the ranks diverge."""
     if len({told.model for told in everyone}) > 1:
         return told_by_ranks(
             f"rank {rank}: the ranks run different models",

@@ -167,7 +167,7 @@ class Fingerprint:
         return all(what == _OWN_STEP for what in self._log[::2])
 
     def deeds(self, units: Mapping[int, Acting]) -> list[Deed]:
-        """The deeds that were noted since the ranks last agreed, for a message.
+        """Return the deeds that were noted since the ranks last agreed, for a message.
 
         Args:
             units: by number, units of the tree; deeds of others are left out.

@@ -14,7 +14,7 @@ __all__ = ["names_left_whole", "warn_of_newcomers"]
 
 
 def names_left_whole(module: nn.Module) -> frozenset[str]:
-    """The names of the parameters below `module` that no unit holds."""
+    """Return the names of the parameters below `module` that no unit holds."""
     return frozenset(name for name, _ in _left_whole(module))
 
 

@@ -71,7 +71,7 @@ class NonfiniteGuard:
 
     @classmethod
     def by(cls, policies: Iterable[Nonfinite]) -> Self | None:
-        """The guard of a tree by the strictest of its units' policies; None if all ignore such gradients."""
+        """Return the guard of a tree by the strictest of its units' policies; None if all ignore such gradients."""
         strictest = max(policies, key=NONFINITE.index)
         if strictest == "ignore":
             return None
@@ -89,7 +89,7 @@ class NonfiniteGuard:
                 self._computed.append((unit, handle, found))
 
     def look(self, units: Iterable[Acting], held: Iterable[Tensor]) -> bool:
-        """Whether a gradient of this rank's shards, or one of `held`, is not finite; waits for a device."""
+        """Return whether a gradient of this rank's shards, or one of `held`, is not finite; waits for a device."""
         given = [
             parameter.grad
             for unit in units
@@ -168,7 +168,7 @@ class NonfiniteGuard:
 
 
 def nonfinite_names(unit: Acting) -> Iterator[str]:
-    """The names of the unit's parameters of which this rank has a gradient that is not finite."""
+    """Yield the names of the unit's parameters of which this rank has a gradient that is not finite."""
     for handle in unit.handles:
         for parameter in handle.exposure.parameters():
             if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):

@@ -217,7 +217,7 @@ class _Copy:
 
 
 def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
-    """This rank's part of each parameter's gradient, as views of `.grad`; `None` for a parameter without one."""
+    """Return this rank's part of each parameter's gradient, as views of `.grad`; `None` for a parameter without one."""
     parameters = handle.exposure.parameters()
     if parameters[0] is not handle.flat_param:
         return [None if parameter.grad is None else parameter.grad for parameter in parameters]
@@ -227,7 +227,7 @@ def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
 
 
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
-    """The gradients laid out as a shard, with zeros for parameters without a gradient."""
+    """Return the gradients laid out as a shard, with zeros for parameters without a gradient."""
     dtype = handle.precision.grad(handle.layout.dtype)
     shard = torch.zeros(handle.flat_param.numel(), dtype=dtype, device=handle.flat_param.device)
     for part, fragment in zip(_grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):

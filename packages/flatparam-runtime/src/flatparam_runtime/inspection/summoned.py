@@ -27,7 +27,7 @@ class Wishes:
         return self.rank0_only or self.with_grads
 
     def shows(self, other: Wishes) -> bool:
-        """Whether a context with these wishes shows enough for `other`."""
+        """Return whether a context with these wishes shows enough for `other`."""
         return (other.rank0_only or not self.rank0_only) and (self.with_grads or not other.with_grads)
 
 
@@ -80,7 +80,7 @@ class Summoned:
             )
 
     def is_of(self, stamp: int) -> bool:
-        """Whether shards with this stamp equal the shards that were summoned."""
+        """Return whether shards with this stamp equal the shards that were summoned."""
         return stamp == self._stamp
 
     def are_written(self, stamp: int) -> None:

@@ -132,14 +132,14 @@ def clip_gradients_(
 
 
 def _told(value: object) -> str:
-    """A number in words; reading a tensor on an accelerator would wait for it."""
+    """Return a number in words; reading a tensor on an accelerator would wait for it."""
     if isinstance(value, Tensor):
         return "a tensor" if value.device.type != "cpu" or value.numel() != 1 else repr(value.item())
     return repr(value)
 
 
 def _blame(module: nn.Module) -> str:
-    """The first gradients of each rank that are not finite; every rank calls it."""
+    """Return the first gradients of each rank that are not finite; every rank calls it."""
     units = units_in(module)
     found = [name for unit in units for name in nonfinite_names(unit)]
     everyone = (
@@ -174,7 +174,7 @@ def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
 
 
 def _without_padding(module: nn.Module, group: Collectives) -> Iterator[Tensor]:
-    """The gradients that are sharded over `group`, those of flat parameters in pieces."""
+    """Yield the gradients that are sharded over `group`, those of flat parameters in pieces."""
     for unit in units_in(module):
         for handle in unit.handles if unit.topology.shard == group else ():
             for parameter in handle.exposure.parameters():

@@ -21,7 +21,7 @@ COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def part_states_of(optimizer: optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str] | None:
-    """The names of the states that are cut like their parameter if they have its shape; `None` stands for all.
+    """Return the names of the states that are cut like their parameter if they have its shape; `None` stands for all.
 
     Other states belong to a parameter as a whole.
 

@@ -62,7 +62,7 @@ def _closed(closure: Callable[[], Any], optimizer: optim.Optimizer, guards: list
 
 
 def _have_found(guards: list[NonfiniteGuard]) -> bool:
-    """Whether a guard has found such a gradient; each that has counts the step."""
+    """Return whether a guard has found such a gradient; each that has counts the step."""
     found = [guard for guard in guards if guard.found]
     for guard in found:
         guard.leave_out()
@@ -70,7 +70,7 @@ def _have_found(guards: list[NonfiniteGuard]) -> bool:
 
 
 def _guards_of(optimizer: optim.Optimizer) -> list[NonfiniteGuard]:
-    """The guards of the trees whose parameters the optimizer holds."""
+    """Return the guards of the trees whose parameters the optimizer holds."""
     found: list[NonfiniteGuard] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -82,7 +82,7 @@ def _guards_of(optimizer: optim.Optimizer) -> list[NonfiniteGuard]:
 
 
 def _twin(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An optimizer of the same kind and settings, without parameters."""
+    """Return an optimizer of the same kind and settings, without parameters."""
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     vars(twin).pop(INIT_GROUP, None)

@@ -156,7 +156,7 @@ def _told(units: Mapping[int, str]) -> str:
 
 
 def _stepped_by(optimizer: optim.Optimizer) -> _Stepped:
-    """The trees whose parameters `optimizer` has."""
+    """Return the trees whose parameters `optimizer` has."""
     lists = [group["params"] for group in optimizer.param_groups]
     key = [(id(each), len(each)) for each in lists]
     known: _Stepped | None = vars(optimizer).get(_STEPPED)
@@ -192,7 +192,7 @@ class _Stepped:
 
     @classmethod
     def by(cls, lists: Sequence[Sequence[torch.Tensor]], key: list[tuple[int, int]]) -> Self:
-        """The trees of the parameters in `lists`, one for each group."""
+        """Return the trees of the parameters in `lists`, one for each group."""
         groups: dict[Fingerprint, dict[int, bool]] = {}
         units: dict[Fingerprint, dict[int, str]] = {}
         firsts: dict[Fingerprint | None, weakref.ReferenceType[Unit]] = {}
@@ -228,7 +228,7 @@ def _place_of(parameter: torch.Tensor) -> tuple[FlatParamHandle | None, int, boo
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> str:
-    """The hyper-parameters of a group that are plain values: reading a tensor on a device would wait for it."""
+    """Return the hyper-parameters of a group that are plain values: reading a tensor on a device would wait for it."""
     plain = ((name, value) for name, value in group.items() if isinstance(value, _PLAIN))
     # NumPy's floats are floats, and look otherwise.
     return ", ".join(

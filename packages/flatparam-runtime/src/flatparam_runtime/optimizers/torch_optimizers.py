@@ -41,7 +41,7 @@ MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
 
 
 def steps_of(kinds: Iterable[type[optim.Optimizer]]) -> dict[type[optim.Optimizer], Callable[[Any], Any]]:
-    """The `step` of each of `kinds` that has an `_init_group`, without the hooks that torch wraps around it."""
+    """Return the `step` of each of `kinds` that has an `_init_group`, without the hooks that torch wraps around it."""
     # The name is spelled out for tools/matrix, which reads the sources for the names of torch.
     return {kind: inspect.unwrap(kind.step) for kind in kinds if hasattr(kind, "_init_group")}
 

@@ -133,7 +133,7 @@ class BackwardPass:
         streams: OnDevice,
         on_end: Callable[[bool], None],
     ) -> Self:
-        """A pass for the autograd run that this thread is in."""
+        """Return a pass for the autograd run that this thread is in."""
         expected, run = {}, current_run()
         for unit in sorted(units, key=forward.place, reverse=True):
             leaves = _hooked_leaves_to_come(unit)
@@ -165,7 +165,7 @@ class BackwardPass:
         return (record.call for record in self.records.values() if record.call is not None)
 
     def call_of(self, unit: Unit) -> ForwardCall | None:
-        """The forward call of `unit` that is differentiated, if a gradient has reached it."""
+        """Return the forward call of `unit` that is differentiated, if a gradient has reached it."""
         record = self.records.get(unit)
         return None if record is None else record.call
 
@@ -229,7 +229,7 @@ class BackwardPass:
                     self._hook_the_rest(self._activate(lender))
 
     def _is_last(self, unit: Unit, call: ForwardCall) -> bool:
-        """Whether only the end of the pass waits for `unit`.
+        """Return whether only the end of the pass waits for `unit`.
 
         The code around the outermost unit may use its parameters too, and only their gradients tell of that.
         """
@@ -415,7 +415,8 @@ class BackwardPass:
                 self._activate(unit)
         for unit in self.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
-            self._free(unit)
+            if unit.gather is not None:
+                self._free(unit)
         for record in [each for each in self.records.values() if each.stage is Stage.ACTIVE]:
             self._complete(record)
         self._reduce_ready(all_of_them=True)
@@ -450,7 +451,7 @@ def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
 
 
 def _last_to_arrive(call: ForwardCall) -> Collection[object]:
-    """The inputs of `call`, as tokens, whose gradients tell that the unit's backward is over.
+    """Return the inputs of `call`, as tokens, whose gradients tell that the unit's backward is over.
 
     These are, of each device, the leaves and the latest of the others. An earlier one may get its gradient much later,
     as other units use it too: keys of earlier layers in a cache, or the output of an encoder.

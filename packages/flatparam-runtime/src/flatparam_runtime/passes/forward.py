@@ -194,7 +194,7 @@ def _prefetch(tree: UnitTree, current: ForwardPass, unit: Unit) -> None:
 
 
 def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
-    """The first `least` of `units`, and more of them as long as all together are small."""
+    """Yield the first `least` of `units`, and more of them as long as all together are small."""
     waiting = 0
     for count, unit in enumerate(units):
         waiting += unit.unsharded_nbytes
@@ -205,7 +205,7 @@ def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
 
 @profiled("_to_kwargs")
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
-    """The inputs on the device of the tree's parameters and in the dtype that the unit computes in."""
+    """Return the inputs on the device of the tree's parameters and in the dtype that the unit computes in."""
     holding = (
         next((each for each in (unit, *tree_of(unit).units) if each.handles), None) if call.is_top else None
     )
@@ -280,12 +280,12 @@ def cast_output(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: An
 
 
 def _is_of_exception(call: ForwardCall, output: Any) -> bool:
-    """Whether an always-called forward hook was called because the module raised."""
+    """Return whether an always-called forward hook was called because the module raised."""
     return output is None and sys.exc_info()[1] is not call.outer_error
 
 
 def _edited(unit: Unit) -> FlatParamError | None:
-    """The error for parameters that the call has changed in place; None if they are written back."""
+    """Return the error for parameters that the call has changed in place; None if they are written back."""
     if unit.showing.pins:
         return None
     edited = [handle.name for handle in unit.handles if handle.form.is_edited]
@@ -313,30 +313,24 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
         around = tree.forward
         is_computed = around is not None and not around.recorded and not tree.graphs
         for lender in unit.links.lenders:
-            free(lender, Moment.READER_ENDED, call, around=around, is_computed=is_computed)
-        free(
-            unit,
-            Moment.CALL_ENDED,
-            call,
-            around=around,
-            in_backward=inside_backward,
-            is_next=_is_first_of_backward(tree, unit),
-            is_computed=is_computed,
-        )
+            free(lender, Moment.READER_ENDED, call, around, is_computed=is_computed)
+        is_next = _is_first_of_backward(tree, unit)
+        free(unit, Moment.CALL_ENDED, call, around, inside_backward, is_next, is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
         for each in tree.units:
-            free(each, Moment.FORWARD_ENDED)
+            if each.gather is not None:
+                free(each, Moment.FORWARD_ENDED)
         if call.recorded:
             tree.graphs.add(call)
         tree.end_forward()
 
 
 def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
-    """Whether `unit`, whose call was outside of any backward pass, is expected to be the first in backward.
+    """Return whether `unit`, whose call was outside of any backward pass, is expected to be the first in backward.
 
     It is if all but the outermost unit have ended, and this pass is like the one before.
     """

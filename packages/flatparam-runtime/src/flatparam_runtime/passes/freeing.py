@@ -26,7 +26,6 @@ def may_free(
     unit: Unit,
     moment: Moment,
     call: ForwardCall | None = None,
-    *,
     around: ForwardPass | None = None,
     in_backward: bool = False,
     is_next: bool = False,
@@ -34,26 +33,21 @@ def may_free(
 ) -> bool:
     """Return whether the full parameters of `unit` may go.
 
-    | moment | they stay | because |
-    | --- | --- | --- |
-    | PASS_BEGINS | if a caller holds them, or the last backward pass was not synchronised (`is_kept`) and nobody has \
-changed the shards since | this pass uses them |
-    | CALL_ENDED | in a backward pass (`in_backward`) | a recomputation's gradients come at once |
-    | | if the call was recorded, and the unit is expected to be first in backward (`is_next`) | it would be gathered \
-again at once |
-    | | if another call or a context uses them, or the call has returned one, unless the call failed | who called \
-computes with it |
-    | | if the call was recorded, and its outputs hide their tensors, unless it failed | no hook would gather again |
-    | | if the plan keeps them after a forward call, or those of the outermost unit after a recorded one, unless the \
-call failed, or nothing recorded is around a call that was not | a backward pass follows |
-    | READER_ENDED | if another call or a context uses them, or the unit is in a phase of its own, or the call has \
-returned one | |
-    | | if the plan keeps them, or the outputs hide their tensors, unless the pass is not recorded | a backward pass \
-follows |
-    | LOAN_ENDED | if another call or a context uses them, or the unit is in a phase of its own, or the plan says so | |
-    | FORWARD_ENDED | unless they were gathered in vain: nothing has used them, and nobody holds them | |
-    | COMPLETE | if a unit that borrows them is active (`is_kept`) | |
-    | | if gradients are not synchronised, and the plan keeps them then | the next pass uses them |
+    | moment | they stay if |
+    | --- | --- |
+    | PASS_BEGINS | nobody has changed the shards, and a caller holds them, or gradients were not synchronised |
+    | CALL_ENDED | a backward pass is under way (`in_backward`): the gradients of a recomputation come at once |
+    | | the call was recorded, and its unit is expected to be first in backward (`is_next`) |
+    | | another call or a context uses them, or the call has returned one of them, and has not failed |
+    | | the call was recorded, and its outputs hide their tensors: no hook would gather them again |
+    | | the call was recorded, and the plan keeps them after a forward call, or those of the outermost unit |
+    | | the call was not recorded, and is inside a recorded one, and the plan keeps them: a reentrant checkpoint |
+    | READER_ENDED | another call or a context uses them, or the call has returned one, or the unit is in a phase |
+    | | the pass is recorded, and the plan keeps them, or the outputs of the call hide their tensors |
+    | LOAN_ENDED | another call or a context uses them, or the unit is in a phase, or the plan keeps them |
+    | FORWARD_ENDED | they are used, or a caller holds them: only those that were gathered in vain go |
+    | COMPLETE | a unit that borrows them is active (`is_kept`) |
+    | | gradients are not synchronised, and the plan keeps them then |
 
     Args:
         call: the forward call that is over.
@@ -93,21 +87,20 @@ def free(
     unit: Unit,
     moment: Moment,
     call: ForwardCall | None = None,
-    *,
     around: ForwardPass | None = None,
     in_backward: bool = False,
     is_next: bool = False,
     is_kept: bool = False,
     is_computed: bool = False,
 ) -> bool:
-    """Free the full parameters of `unit` if they may go; arguments as `may_free` and `Unit.reshard`.
+    """Free the full parameters of `unit`, if there are any and they may go; arguments as `may_free` and `Unit.reshard`.
 
     Returns:
-        Whether they may.
+        Whether none are left.
     """
-    may = may_free(
-        unit, moment, call, around=around, in_backward=in_backward, is_next=is_next, is_kept=is_kept
-    )
+    if unit.gather is None:
+        return True
+    may = may_free(unit, moment, call, around, in_backward, is_next, is_kept)
     if may:
         unit.reshard(is_computed=is_computed)
     return may

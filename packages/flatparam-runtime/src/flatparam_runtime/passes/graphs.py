@@ -47,7 +47,7 @@ def check_no_graphs(root: Unit, units: tuple[Unit, ...]) -> None:
 
 
 def _moves(handle: FlatParamHandle) -> bool:
-    """Whether full parameters have memory of their own, and not that of the flat parameter."""
+    """Return whether full parameters have memory of their own, and not that of the flat parameter."""
     is_lent = handle.is_whole and not (handle.is_offloaded or handle.exposure.lists_shard)
     dtype = handle.layout.dtype
     return not (is_lent and handle.precision.compute(dtype) == dtype)
@@ -63,7 +63,7 @@ def _has_graphs(module: nn.Module) -> bool:
 
 
 def _calling() -> list[tuple[str, nn.Module]]:
-    """The modules whose calls are under way in this thread."""
+    """Return the modules whose calls are under way in this thread."""
     found: list[tuple[str, nn.Module]] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -73,7 +73,7 @@ def _before(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _is_shell(module: nn.Module) -> bool:
-    """Whether `module` only wraps one unit, so that a call of `module` is a call of that unit."""
+    """Return whether `module` only wraps one unit, so that a call of `module` is a call of that unit."""
     while unit_of(module) is None:
         if module._parameters or module._buffers or not module._modules:
             return False

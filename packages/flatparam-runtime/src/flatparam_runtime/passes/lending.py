@@ -35,7 +35,7 @@ def lend_what_is_read(tree: UnitTree, watch: Callable[[UnitTree, Unit], None]) -
 def _read(
     reference: weakref.ReferenceType[Unit], number: int, watch: Callable[[UnitTree, Unit], None], index: int
 ) -> Tensor | None:
-    """The full parameter `index` of a sharded unit, if a forward call or a backward pass reads it; None outside.
+    """Return the full parameter `index` of a sharded unit, if a forward call or a backward pass reads it; None outside.
 
     The unit lends its parameters until that call is over, and again for the backward pass of the call; to what reads
     them in a backward pass, such as a hook or a recomputation, until it has done its own part, or the pass is over.
@@ -63,7 +63,7 @@ def _lend_to_backward(tree: UnitTree, unit: Unit, watch: Callable[[UnitTree, Uni
 
 
 def _is_for_words() -> bool:
-    """Whether the attribute is read to print a module, as `nn.Linear.extra_repr` does, maybe on one rank."""
+    """Return whether the attribute is read to print a module, as `nn.Linear.extra_repr` does, maybe on one rank."""
     # The frames are this one, the two of ours, the registry's, that of torch's `__getattr__`, and the reader's.
     frame = sys._getframe(1)
     for _ in range(6):
@@ -93,7 +93,7 @@ _use_count: Final[Callable[[Tensor], int]] = torch.Tensor._use_count  # type: ig
 
 
 def _holders(unit: Unit) -> list[int]:
-    """The references to the full parameters of `unit`, from C++ and from Python, and to their memory."""
+    """Return the references to the full parameters of `unit`, from C++ and from Python, and to their memory."""
     return [
         each
         for handle in unit.handles

@@ -39,7 +39,7 @@ class ForwardPass:
         self.began.append(unit)
 
     def place(self, unit: Unit) -> int:
-        """The number of units that began before the first call of `unit`; -1 if `unit` did not run."""
+        """Return the number of units that began before the first call of `unit`; -1 if `unit` did not run."""
         return self._places.get(unit, -1)
 
     def before(self, unit: Unit) -> Iterator[Unit]:
@@ -55,7 +55,7 @@ class ForwardPass:
 
 
 def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Sequence[Unit]:
-    """The `depth` units that follow the one that began last, if this pass is like the one before.
+    """Return the `depth` units that follow the one that began last, if this pass is like the one before.
 
     Args:
         before: the units of the previous pass in the order in which they began.

@@ -80,7 +80,7 @@ class Reductions:
             self._advance()
 
     def overlaps(self, unit: Unit) -> bool:
-        """Whether gradients of `unit` are computed while those of the unit before are reduced."""
+        """Return whether gradients of `unit` are computed while those of the unit before are reduced."""
         overlaps = unit.plan.overlaps_reductions
         return self.runs_ahead if overlaps is None else overlaps
 
@@ -178,7 +178,7 @@ class Reductions:
         return comparison
 
     def _look(self, units: Sequence[Unit]) -> bool | None:
-        """Whether a gradient of this rank is not finite; None if nobody asks."""
+        """Return whether a gradient of this rank is not finite; None if nobody asks."""
         guard = units[0].observers.guard
         if guard is None:
             return None

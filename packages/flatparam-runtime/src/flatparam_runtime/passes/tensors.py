@@ -20,7 +20,7 @@ _IN_ORDER: Final = (tuple, list, set, frozenset, collections.deque)
 
 
 def tensors_in(value: object, opaque: list[object] | None = None) -> Iterator[Tensor]:
-    """Every tensor in `value`, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes.
+    """Yield every tensor in `value`, once: in tuples, lists, sets, mappings, dataclasses and objects with attributes.
 
     Args:
         opaque: gets the objects that may hold a tensor and cannot be searched: functions, iterators, callable objects.

@@ -77,7 +77,7 @@ class UnitTree:
 
     @classmethod
     def grow(cls, root: Unit) -> Self:
-        """The tree of `root`, to which every unit below `root` belongs from now on, even a former root."""
+        """Return the tree of `root`, to which every unit below `root` belongs from now on, even a former root."""
         revive_units(root.module)
         modules = root.module.named_modules()
         named = [(clean_fqn(name), unit) for name, module in modules if (unit := unit_of(module)) is not None]
@@ -114,7 +114,7 @@ class UnitTree:
         return self._backward
 
     def begin_backward(self) -> BackwardPass:
-        """A new backward pass, while none is alive; only hooks that the autograd engine runs may call this."""
+        """Return a new backward pass, while none is alive; only hooks that the autograd engine runs may call this."""
         self._look_at_comparison()
         self.pool.keeps = True
         current = self._backward = BackwardPass.begin(
@@ -248,7 +248,7 @@ class UnitTree:
             )
 
     def to_come(self, unit: Unit) -> Iterator[Unit]:
-        """The units with parameters whose forward calls are expected after that of `unit`, which begins now.
+        """Return the units with parameters whose forward calls are expected after that of `unit`, which begins now.
 
         These are the units that followed it in the previous pass, or in the first pass the units registered after it.
         Once the pass takes a different way, none are expected, so that only a few are ever gathered in vain.
@@ -344,7 +344,7 @@ def _nothing() -> None:
 
 
 def tree_of(unit: Unit) -> UnitTree:
-    """The tree that `unit` belongs to; if it has none yet, a new one with `unit` as its root."""
+    """Return the tree that `unit` belongs to; if it has none yet, a new one with `unit` as its root."""
     module = unit.held.reference()
     tree: UnitTree | None = None if module is None else module.__dict__.get(_TREE)
     return UnitTree.grow(unit) if tree is None else tree

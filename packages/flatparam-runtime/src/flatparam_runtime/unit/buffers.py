@@ -45,7 +45,7 @@ class UnitBuffers:
 
     @classmethod
     def of(cls, unit_module: nn.Module, modules: Collection[nn.Module]) -> Self:
-        """The floating-point buffers that `modules`, which are inside `unit_module`, register themselves."""
+        """Return the floating-point buffers that `modules`, which are inside `unit_module`, register themselves."""
         if not modules:
             return cls()
         names = {module: name for name, module in unit_module.named_modules()}
@@ -61,7 +61,7 @@ class UnitBuffers:
         )
 
     def tensors(self) -> Iterator[tuple[_Site, Tensor]]:
-        """Every buffer that still exists, with its site."""
+        """Yield every buffer that still exists, with its site."""
         for site in self._sites:
             module = site.module()
             buffer = None if module is None else module._buffers.get(site.name)

@@ -74,7 +74,7 @@ def calls_module(function: Function) -> Function:
 
 
 def running_calls(module: nn.Module, thread: int | None = None) -> int:
-    """The number of calls of `module` on the stack of this thread, or of `thread`."""
+    """Return the number of calls of `module` on the stack of this thread, or of `thread`."""
     count = 0
     frame: FrameType | None = sys._getframe() if thread is None else sys._current_frames().get(thread)
     while frame is not None:

@@ -59,5 +59,5 @@ class EventLog:
         self.events.append(event)
 
     def lines(self) -> list[str]:
-        """The schedule as `"kind unit"` strings, in order."""
+        """Return the schedule as `"kind unit"` strings, in order."""
         return [f"{event.kind} {event.unit}" for event in self.events]

@@ -45,7 +45,7 @@ class InitialWeights:
 
     @classmethod
     def of(cls, fqns: Sequence[str], parameters: Sequence[nn.Parameter]) -> Self:
-        """The checksums of `parameters`, of any dtypes and devices; each parameter is read once."""
+        """Return the checksums of `parameters`, of any dtypes and devices; each parameter is read once."""
         small: dict[str, int] = {}
         others: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -58,7 +58,7 @@ class InitialWeights:
             return cls(tuple(fqns), small, tuple(others), torch.stack(home) if others else None)
 
     def checksums(self) -> dict[str, int]:
-        """The checksums by name below the unit, in the order of the parameters."""
+        """Return the checksums by name below the unit, in the order of the parameters."""
         sums = [] if self._sums is None else self._sums.tolist()
         found = {**self._small, **dict(zip(self._others, sums, strict=True))}
         return {fqn: found[fqn] for fqn in self.fqns}

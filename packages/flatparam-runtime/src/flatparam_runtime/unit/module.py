@@ -58,7 +58,7 @@ class LeafWatch:
     def over(
         cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]], stream: int = 0
     ) -> Self:
-        """A watch over the present leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
+        """Return a watch over the present leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
         leaves = handle.leaves
         nodes = [accumulation_node(leaf) for leaf in leaves]
         trained = [index for index, node in enumerate(nodes) if node is not None]
@@ -84,7 +84,7 @@ class LeafWatch:
         self.unhooked = [index for index in self.unhooked if index not in indices]
 
     def missing(self) -> list[int]:
-        """The leaves without a hook whose gradient the running backward pass has yet to compute."""
+        """Return the leaves without a hook whose gradient the running backward pass has yet to compute."""
         if not any(map(operator.is_, map(_GRAD, self.leaves), itertools.repeat(None))):
             return []
         return [
@@ -92,13 +92,13 @@ class LeafWatch:
         ]
 
     def will_arrive(self, index: int) -> bool:
-        """Whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
+        """Return whether the running backward pass computes, or has computed, the gradient of leaf `index`."""
         node = self.nodes[index]
         return node is not None and self.leaves[index].requires_grad and will_run(node)
 
 
 def leaf_watches(handles: Sequence[FlatParamHandle]) -> Sequence[tuple[int, FlatParamHandle, LeafWatch]]:
-    """Those of `handles` whose present leaves are watched: the number, the handle, and the watch."""
+    """Return those of `handles` whose present leaves are watched: the number, the handle, and the watch."""
     found = []
     for number, handle in enumerate(handles):
         watch: LeafWatch | None = handle.forms.current.watch
@@ -119,7 +119,7 @@ class InnerCalls:
 
     @classmethod
     def of(cls, calls: tuple[InnerCall[Any], ...]) -> Self:
-        """These calls, watched from now on."""
+        """Return these calls, watched from now on."""
         watched = cls(calls)
         watched.put()
         return watched
@@ -166,7 +166,7 @@ _NUMBERS: Final = _Numbers()
 
 
 def next_number(topology: Topology) -> int:
-    """The number of units over the ranks of `topology` that were made before, which is now one more.
+    """Return the number of units over the ranks of `topology` that were made before, which is now one more.
 
     It is 0 for collectives to which nobody can refer weakly.
     """
@@ -200,7 +200,7 @@ class UnitModule:
     """The module's running forward calls, the innermost last."""
 
     def get(self, unit: str) -> nn.Module:
-        """The module.
+        """Return the module.
 
         Raises:
             FlatParamError: if it does not exist any more; the message names `unit`.

@@ -69,7 +69,7 @@ class Casting:
     output_dtype: torch.dtype | None = None
 
     def applies(self, *, is_top: bool, manages: bool = True) -> bool:
-        """Whether a call casts its inputs.
+        """Return whether a call casts its inputs.
 
         Args:
             is_top: the call is the outermost of its pass.

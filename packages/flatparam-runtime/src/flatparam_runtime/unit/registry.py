@@ -26,7 +26,7 @@ _UNIT = "_flatparam_unit"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that `module` is, or `None`."""
+    """Return the unit that `module` is, or `None`."""
     unit: Unit | None = module.__dict__.get(_UNIT)
     return unit
 
@@ -44,13 +44,13 @@ _HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]
 
 
 def holder_of(handle: FlatParamHandle) -> Unit | None:
-    """The unit that holds a flat parameter, or `None`."""
+    """Return the unit that holds a flat parameter, or `None`."""
     reference = _HOLDERS.get(handle)
     return None if reference is None else reference()
 
 
 def holder_of_parameter(parameter: Tensor) -> Unit | None:
-    """The unit whose flat parameter `parameter` is, or is a part of; None if it is neither."""
+    """Return the unit whose flat parameter `parameter` is, or is a part of; None if it is neither."""
     if isinstance(parameter, FlatParameter):
         handle = handle_of(parameter)
     else:
@@ -60,7 +60,7 @@ def holder_of_parameter(parameter: Tensor) -> Unit | None:
 
 
 def units_in(module: nn.Module) -> tuple[Unit, ...]:
-    """The units of `module` and of everything below it, parents before children."""
+    """Return the units of `module` and of everything below it, parents before children."""
     return tuple(unit for child in module.modules() if (unit := unit_of(child)) is not None)
 
 
@@ -72,5 +72,5 @@ def revive_units(module: nn.Module) -> None:
 
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules below `module` that are in no unit below it, each once, depth first."""
+    """Return the modules below `module` that are in no unit below it, each once, depth first."""
     return islice(each_module(module, lambda child: _UNIT in child.__dict__), 1, None)

@@ -74,7 +74,7 @@ class Unit:
     observers: Observers = attrs.field(factory=Observers)
     showing: Summoned = attrs.field(factory=Summoned)
     """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
-    _gather: Gather | None = None
+    gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
 
     @reducer.default
@@ -120,7 +120,7 @@ class Unit:
         return self.handles[0].forms.device if self.handles else _CPU
 
     def stamp(self) -> int:
-        """A number that changes with every in-place change of the unit's parameters."""
+        """Return a number that changes with every in-place change of the unit's parameters."""
         stamp = 0
         for handle in self.handles:
             stamp += handle.stamp()
@@ -129,7 +129,7 @@ class Unit:
     @property
     def gathered(self) -> int:
         """The stamp of the shards that the full parameters were gathered from."""
-        return 0 if self._gather is None else self._gather.stamp
+        return 0 if self.gather is None else self.gather.stamp
 
     @property
     def is_stale(self) -> bool:
@@ -199,7 +199,7 @@ class Unit:
         for handle in self.handles:
             nbytes += handle.full_nbytes(full_precision=full_precision)
         self.observers.tell(self, "unshard", nbytes)
-        self._gather = Gather.issue(
+        self.gather = Gather.issue(
             self.handles,
             self.plan.topology.shard,
             label=self.name,
@@ -235,12 +235,12 @@ class Unit:
         """Wait for the gather and show the full parameters, unless they are shown already."""
         for lender in self.links.lenders:
             lender.finish_unshard()
-        if self._gather is None or self.handles[0].residency is not Residency.UNSHARDING:
+        if self.gather is None or self.handles[0].residency is not Residency.UNSHARDING:
             return
         trained = [*map(_TRAINED, self.handles)]
         if self.observers.instruments:
             self.observers.waits(self, "all_gather")
-        self._gather.finish()
+        self.gather.finish()
         if [*map(_TRAINED, self.handles)] != trained:
             self._note_training(trained)
         if self.observers.instruments:
@@ -283,7 +283,7 @@ class Unit:
         Args:
             stale: free those that have become stale, too.
         """
-        if self._gather is None:
+        if self.gather is None:
             return
         fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
         if (not fit or (stale and self.is_stale)) and not self.is_needed:
@@ -307,13 +307,13 @@ class Unit:
         Args:
             is_computed: no graph has any of them for a backward pass: somebody else who has a view keeps the memory.
         """
-        if self._gather is None or self.showing.pins:
+        if self.gather is None or self.showing.pins:
             return
         if is_computed:
             for handle in self.handles:
                 handle.form.leave_to_holders()
-        self._gather.drop()
-        self._gather = None
+        self.gather.drop()
+        self.gather = None
         self.list_flat_parameters(True)
         if self.showing.are_held:
             self.showing.hold(False)
@@ -391,7 +391,7 @@ class Unit:
     # Copies, and exceptions
 
     def __getstate__(self) -> tuple[object, ...]:
-        """The state of a copy, which includes the module, and nothing that a pass leaves behind.
+        """Return the state of a copy, which includes the module, and nothing that a pass leaves behind.
 
         Raises:
             FlatParamError: inside a pass, or while full parameters are summoned.
@@ -432,9 +432,9 @@ class Unit:
         self.held.forget_calls()
         self.list_flat_parameters(True)
         # The pass has already reported the error of a failed gather.
-        if self._gather is not None:
+        if self.gather is not None:
             with contextlib.suppress(RuntimeError):
-                self._gather.wait()
+                self.gather.wait()
         # The error of a replaced parameter has been raised, and will be again.
         with contextlib.suppress(RuntimeError):
             self.reshard()
@@ -447,5 +447,5 @@ class Unit:
 
 
 def device_of(units: Iterable[Unit]) -> torch.device:
-    """The device of the full parameters of `units`, which share one; the CPU if none has parameters."""
+    """Return the device of the full parameters of `units`, which share one; the CPU if none has parameters."""
     return next((unit.device for unit in units if unit.handles), _CPU)

@@ -64,7 +64,7 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
 
 
 def _in_order() -> list[Unit]:
-    """The units that wait, in the order of their trees, which is the same on every rank."""
+    """Return the units that wait, in the order of their trees, which is the same on every rank."""
     return sorted(WAITING, key=lambda unit: unit.observers.number)
 
 
@@ -89,7 +89,7 @@ def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]
 
 
 def _elements_here(handle: FlatParamHandle) -> set[int]:
-    """The parameters of `handle` that are trained, and of which this rank has elements."""
+    """Return the parameters of `handle` that are trained, and of which this rank has elements."""
     fragments = handle.layout.fragments(handle.rank)
     return {index for index, trained in enumerate(handle.trained) if trained and fragments[index].in_shard}
 

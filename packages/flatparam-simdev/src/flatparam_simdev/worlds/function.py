@@ -29,7 +29,7 @@ class FunctionReference:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> FunctionReference:
-        """The reference to `fn`. Raises ValueError for lambdas and for functions inside functions."""
+        """Return the reference to `fn`. Raises ValueError for lambdas and for functions inside functions."""
         qualname = getattr(fn, "__qualname__", "<unknown>")
         module = getattr(fn, "__module__", None)
         if module is None or "<" in qualname:
@@ -41,7 +41,7 @@ class FunctionReference:
         return cls(module, None if file is None else str(Path(file).resolve()), qualname)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function, in this process; imports its module if needed. Raises ImportError or AttributeError."""
+        """Return the function, in this process; imports its module if needed. Raises ImportError or AttributeError."""
         found: Any = self._module()
         for name in self.qualname.split("."):
             found = getattr(found, name)
@@ -63,7 +63,7 @@ class FunctionReference:
 
 
 def _import_if_same(name: str, file: str) -> types.ModuleType | None:
-    """The module of this name if it is this file, so that packages keep their relative imports; else None."""
+    """Return the module of this name if it is this file, so that packages keep their relative imports; else None."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -60,7 +60,7 @@ class _Child:
         )
 
     def stacks(self) -> str:
-        """The stacks that the child wrote at the last signal; it may be too early for any."""
+        """Return the stacks that the child wrote at the last signal; it may be too early for any."""
         try:
             return self.plan.stacks.read_text()
         except FileNotFoundError:
@@ -155,7 +155,7 @@ def _collect(children: Sequence[_Child], timeout: float, grace: float) -> None:
 
 
 def _error_of(children: Sequence[_Child]) -> RankError:
-    """The error of the rank that is to blame: one that died, else one that failed by itself, else any."""
+    """Return the error of the rank that is to blame: one that died, else one that failed by itself, else any."""
     size = len(children)
     failed = [child for child in children if child.failed]
     for child in failed:
@@ -172,7 +172,7 @@ def _error_of(children: Sequence[_Child]) -> RankError:
 
 
 def _still_running(children: Sequence[_Child]) -> str:
-    """A text with the stacks of each rank that has neither reported nor died."""
+    """Return a text with the stacks of each rank that has neither reported nor died."""
     running = [child for child in children if child.report is None and not child.ended]
     for child in running:
         pid = child.process.pid

@@ -127,7 +127,7 @@ class ShardedEMA:
         self._updates += 1
 
     def _is_averaged(self, average: Average) -> bool:
-        """Whether an update averages the tensor, and does not copy it."""
+        """Return whether an update averages the tensor, and does not copy it."""
         if not self._updates:
             return False
         if average.home.is_buffer:

@@ -28,7 +28,7 @@ class Average:
     values: Tensor
 
     def beside(self) -> Tensor:
-        """The average, on the device where the model's tensor is now; it stays there."""
+        """Return the average, on the device where the model's tensor is now; it stays there."""
         device = self.home.now().device
         if self.values.device != device:
             self.values = self.values.to(device)

@@ -12,7 +12,7 @@ __all__ = ["boxes_of", "cut"]
 
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
-    """The boxes that tile the elements `span` of a parameter, counted in its memory order, in that order.
+    """Return the boxes that tile the elements `span` of a parameter, counted in its memory order, in that order.
 
     At most `2 * ndim - 1`: what is left of a row, whole rows, the beginning of a row, and so in each dimension.
     """
@@ -22,7 +22,7 @@ def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
 
 
 def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[torch.Tensor]:
-    """The views of `elements` (1-D, those of the boxes, in memory order), one for each box, in its sizes."""
+    """Return the views of `elements` (1-D, those of the boxes, in memory order), one for each box, in its sizes."""
     order = _dims_by_stride(spec)
     inverse = _inverse(order)
     views = []
@@ -35,7 +35,7 @@ def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[t
 
 
 def _dims_by_stride(spec: ParamSpec) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory; row-major if that is one answer."""
+    """Return the dimensions from the slowest to the fastest in memory; row-major if that is one answer."""
     if not spec.memory_order:
         return list(range(len(spec.shape)))
     return sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim] if spec.shape[dim] > 1 else 0)

@@ -22,7 +22,7 @@ class Chunker(Protocol):
     """Between full tensors and torch's sharded ones; FSDP1's extension point has the same four."""
 
     def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
-        """A `ShardedTensor` of which this rank holds `full.chunk(world_size, dim=0)[rank]`."""
+        """Return a `ShardedTensor` of which this rank holds `full.chunk(world_size, dim=0)[rank]`."""
         ...
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
@@ -30,7 +30,7 @@ class Chunker(Protocol):
         ...
 
     def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
-        """This rank's shards of a `ShardedTensor`, by their offsets."""
+        """Return this rank's shards of a `ShardedTensor`, by their offsets."""
         ...
 
     def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
@@ -49,7 +49,7 @@ class OwnChunker:
         return self.chunk_over(full, place.unit.topology.shard)
 
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
-        """A `ShardedTensor` over `group`."""
+        """Return a `ShardedTensor` over `group`."""
         tiling = Tiling.of_chunks(full.shape, group.size)
         parts = [
             box.of(full).clone(memory_format=torch.contiguous_format) for box in tiling.of_rank(group.rank)
@@ -61,7 +61,7 @@ class OwnChunker:
         return self.chunk_over_mesh(full, mesh, place.unit.topology.shard.rank)
 
     def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
-        """A `DTensor` over `mesh`, and over that of `full` if it is one itself."""
+        """Return a `DTensor` over `mesh`, and over that of `full` if it is one itself."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if is_dtensor(full):
@@ -99,12 +99,12 @@ OWN_CHUNKER: Final = OwnChunker()
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether `value` is torch's `DTensor`; it is not imported for that."""
+    """Return whether `value` is torch's `DTensor`; it is not imported for that."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
 def local_shape(value: Any) -> tuple[int, ...]:
-    """The shape of this rank's part of a `DTensor` over the last dimension of the mesh, that of tensor
+    """Return the shape of this rank's part of a `DTensor` over the last dimension of the mesh, that of tensor
     parallelism."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -115,7 +115,7 @@ def local_shape(value: Any) -> tuple[int, ...]:
 
 
 def is_chunked_over(value: Any, group: Collectives) -> bool:
-    """Whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
+    """Return whether the ranks of `group` hold the chunks of a `DTensor`'s dimension 0, and all others copies."""
     process_group = process_group_of(group)
     cut = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
     if process_group is None or len(cut) != 1 or not value.placements[cut[0]].is_shard(0):
@@ -125,7 +125,7 @@ def is_chunked_over(value: Any, group: Collectives) -> bool:
 
 
 def mesh_of(place: Place, *, makes_one: bool) -> DeviceMesh | None:
-    """The mesh that the unit of `place` was sharded over; None if it was not, unless one is made of its ranks.
+    """Return the mesh that the unit of `place` was sharded over; None if it was not, unless one is made of its ranks.
 
     Raises:
         FlatParamError: if the ranks are none of torch's.
@@ -142,7 +142,7 @@ def mesh_of(place: Place, *, makes_one: bool) -> DeviceMesh | None:
 
 
 def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
-    """A `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
+    """Return a `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
     that order means it: so parts of tensors move between the ranks of `full`."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -161,7 +161,7 @@ def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
 
 
 def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
-    """The mesh that `mesh` is a slice of, and the dimension of it that data parallelism shards over."""
+    """Return the mesh that `mesh` is a slice of, and the dimension of it that data parallelism shards over."""
     # The method has no public name.
     found: Any = mesh
     root: DeviceMesh = found._get_root_mesh()

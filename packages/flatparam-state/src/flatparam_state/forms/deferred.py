@@ -44,7 +44,7 @@ class LazyTensor(LazyValue):
 
     @abc.abstractmethod
     def part(self, spec: ParamSpec, span: Span) -> torch.Tensor:
-        """The elements `span`, in the memory order of `spec`: 1-D, on the CPU, with memory of their own."""
+        """Return the elements `span`, in the memory order of `spec`: 1-D, on the CPU, with memory of their own."""
 
 
 @final
@@ -60,7 +60,7 @@ class Streamed:
     tensor: Any = None
 
     def arrive(self) -> torch.Tensor:
-        """The tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
+        """Return the tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
         assert self.topology is not None, "it is completed before it is used"
         full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.tensor is not None:
@@ -71,7 +71,7 @@ class Streamed:
 
 
 def is_tensor_like(value: Any) -> bool:
-    """Whether it is a tensor, or stands for one; see `as_tensor`."""
+    """Return whether it is a tensor, or stands for one; see `as_tensor`."""
     return isinstance(value, torch.Tensor) or hasattr(value, "__torch_function__")
 
 
@@ -85,7 +85,7 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of what stands for one; that is only made a tensor if it does not say."""
+    """Return the shape of a tensor, or of what stands for one; that is only made a tensor if it does not say."""
     try:
         return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
     except AttributeError:
@@ -106,12 +106,12 @@ def not_ordinary(value: Any) -> str | None:
 
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor of torch's own class, whose elements can be copied into a different one."""
+    """Return whether it is a tensor of torch's own class, whose elements can be copied into a different one."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not_ordinary(value) is None
 
 
 def from_first(topology: Topology, value: Any, *, label: str) -> Any:
-    """The first rank's `value` (small, and picklable), on every rank."""
+    """Return the first rank's `value` (small, and picklable), on every rank."""
     for group in reversed(topology.groups):
         value = group.exchange(value if group.rank == 0 else None, label=label)[0]
     return value

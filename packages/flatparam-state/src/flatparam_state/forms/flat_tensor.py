@@ -36,7 +36,7 @@ class FlatTensor:
 
     @classmethod
     def of(cls, handle: FlatParamHandle) -> Self:
-        """The two layouts of a flat parameter.
+        """Return the two layouts of a flat parameter.
 
         Raises:
             FlatParamError: if rules or shares have moved the parameters, which a flat tensor would not tell.
@@ -55,19 +55,19 @@ class FlatTensor:
         return self.saved.slots[-1].span.stop
 
     def held_span(self, rank: int) -> Span:
-        """The elements that `rank` holds in the flat parameter."""
+        """Return the elements that `rank` holds in the flat parameter."""
         shard = self.own.shard_span(rank)
         return Span(self._position(shard.start), self._position(shard.stop))
 
     def _position(self, bound: int) -> int:
-        """Where in the tensor the first element lies that is in the flat parameter at `bound` or behind it."""
+        """Return where in the tensor the first element lies that is in the flat parameter at `bound` or behind it."""
         for own, saved in zip(self.own.slots, self.saved.slots, strict=True):
             if bound < own.span.stop:
                 return saved.span.start + max(0, bound - own.span.start)
         return self.numel
 
     def saved_span(self, rank: int) -> Span:
-        """The elements that `rank` holds in a local state."""
+        """Return the elements that `rank` holds in a local state."""
         if not self.is_torchs:
             return self.held_span(rank)
         shard = self.saved.shard_span(rank)
@@ -87,7 +87,7 @@ class FlatTensor:
                 yield fragment.in_shard.as_slice(), span.relative_to(start).as_slice()
 
     def held(self, shard: torch.Tensor) -> torch.Tensor:
-        """The `held_span` of this rank, 1-D: copied from its shard, and zero between parameters."""
+        """Return the `held_span` of this rank, 1-D: copied from its shard, and zero between parameters."""
         found = shard.new_zeros(self.held_span(self.rank).numel)
         for in_shard, in_span in self._pieces():
             found[in_span] = shard[in_shard]
@@ -99,7 +99,7 @@ class FlatTensor:
             shard[in_shard].copy_(elements[in_span])
 
     def of_full(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The `saved_span` of this rank, 1-D, of full parameters in the order of the slots."""
+        """Return the `saved_span` of this rank, 1-D, of full parameters in the order of the slots."""
         found = full[0].new_zeros(self.saved_span(self.rank).numel)
         for fragment in self.saved.fragments(self.rank):
             part = memory_view(full[fragment.index], self.saved.slots[fragment.index].spec)
@@ -109,5 +109,5 @@ class FlatTensor:
 
 @functools.lru_cache(maxsize=256)
 def _saved(own: FlatLayout, alignment_nbytes: int) -> FlatLayout:
-    """The layout of a local state; the blocks of a model, which share theirs, share it."""
+    """Return the layout of a local state; the blocks of a model, which share theirs, share it."""
     return own.repacked(alignment_nbytes)

@@ -48,7 +48,7 @@ class EveryRank:
 
 
 def holders_of(tensor: Any, topology: Topology) -> tuple[Gathers, Mapping[int, int]]:
-    """Those that can put `tensor`, a `ShardedTensor`, together, and their numbers by their ranks in the world.
+    """Return those that can put `tensor`, a `ShardedTensor`, together, and their numbers by their ranks in the world.
 
     Every data-parallel rank calls it. All of them come to the same, although one replica may hold every piece: a tensor
     belongs to the shard group if that is the process group which the tensor was made over.
@@ -62,7 +62,7 @@ def holders_of(tensor: Any, topology: Topology) -> tuple[Gathers, Mapping[int, i
 
 
 def _ranks_of(tensor: Any) -> set[int]:
-    """The ranks of the world that `tensor` was made over, also those that hold no piece."""
+    """Return the ranks of the world that `tensor` was made over, also those that hold no piece."""
     # No public name has the group of a ShardedTensor.
     return set(torch.distributed.get_process_group_ranks(tensor._process_group))
 

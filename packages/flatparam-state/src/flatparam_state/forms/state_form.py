@@ -53,7 +53,7 @@ class StateForm:
     find something; without it has none, as with `dim_0_chunks`."""
 
     def at(self, place: Place) -> StateForm:
-        """This form, or the full one if nothing is sharded."""
+        """Return this form, or the full one if nothing is sharded."""
         if place.unit.topology.shard.size > 1 or self.kind is FormKind.FULL:
             return self
         return attrs.evolve(self, kind=FormKind.FULL, rank0_only=False)
@@ -64,7 +64,7 @@ class StateForm:
         return torch.device("cpu") if self.offload_to_cpu else None
 
     def keeps(self, place: Place) -> bool:
-        """Whether this rank keeps full tensors."""
+        """Return whether this rank keeps full tensors."""
         return not self.rank0_only or place.unit.topology.group.rank == 0
 
     def mesh(self, place: Place) -> DeviceMesh | None:
@@ -78,7 +78,7 @@ class StateForm:
     def sharded(
         self, place: Place, shard: torch.Tensor, present: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> list[Any]:
-        """The sharded forms of what `shard` holds of each parameter; every rank calls it.
+        """Return the sharded forms of what `shard` holds of each parameter; every rank calls it.
 
         Args:
             shard: 1-D, `layout.shard_numel` elements, any dtype.
@@ -97,7 +97,7 @@ class StateForm:
         return found
 
     def _owned(self, place: Place, shard: torch.Tensor) -> list[Any]:
-        """The elements that each rank owns anyway; of a 0-d tensor, which has no sharded form, the whole."""
+        """Return the elements that each rank owns anyway; of a 0-d tensor, which has no sharded form, the whole."""
         group, slots = place.unit.topology.shard, place.handle.layout.slots
         fragments = list(place.handle.layout.fragments(place.handle.rank))
         parts = [shard[fragment.in_shard.as_slice()] for fragment in fragments]

@@ -99,11 +99,11 @@ class Tiling:
         )
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of `rank`; empty if it holds nothing."""
+        """Return the boxes of `rank`; empty if it holds nothing."""
         return self.boxes.get(rank, ())
 
     def agrees_with(self, other: Self) -> bool:
-        """Whether every rank holds the same in both."""
+        """Return whether every rank holds the same in both."""
         return self._sorted() == other._sorted()
 
     def _sorted(self) -> dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -173,12 +173,12 @@ class Tiling:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether `value` is torch's `ShardedTensor`; it is not imported for that."""
+    """Return whether `value` is torch's `ShardedTensor`; it is not imported for that."""
     return any(kind.__name__ == "ShardedTensor" for kind in type(value).__mro__)
 
 
 def ranks_in(group: Collectives) -> dict[int, int]:
-    """The ranks of the group, by their ranks in the world."""
+    """Return the ranks of the group, by their ranks in the world."""
     process_group = process_group_of(group)
     if process_group is None:
         return {rank: rank for rank in range(group.size)}

@@ -85,7 +85,7 @@ class Wanted:
 
     @classmethod
     def of_flat_parameter(cls, place: Place) -> Self:
-        """The flat parameter itself, as a local state has it; see `FlatTensor`."""
+        """Return the flat parameter itself, as a local state has it; see `FlatTensor`."""
         handle = place.handle
         flat = FlatTensor.of(handle)
         return cls(

@@ -44,7 +44,7 @@ class StandIns:
     _kept: list[nn.Parameter] = attrs.field(factory=list)
 
     def stand_in(self, like: torch.Size | tuple[int, ...], dtype: torch.dtype, value: Any) -> nn.Parameter:
-        """A parameter without memory that stands for `value`."""
+        """Return a parameter without memory that stands for `value`."""
         parameter = nn.Parameter(torch.empty(like, dtype=dtype, device="meta"), requires_grad=False)
         self._values[parameter.untyped_storage()._cdata] = value
         self._kept.append(parameter)
@@ -108,7 +108,7 @@ def local_name(number: int) -> str:
 
 
 def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[nn.Parameter | None]:
-    """The values that the modules show for the parameters of `place` while torch collects the state."""
+    """Return the values that the modules show for the parameters of `place` while torch collects the state."""
     handle = place.handle
     if form.kind is FormKind.FULL:
         full = _full(place, form.device, form.keeps(place))
@@ -133,7 +133,7 @@ def _full(place: Place, device: torch.device | None, keep: bool) -> list[torch.T
 
 
 def _shard(place: Place) -> torch.Tensor:
-    """This rank's shard; of summoned parameters as they are now."""
+    """Return this rank's shard; of summoned parameters as they are now."""
     shard = place.handle.flat_param.detach()
     if not place.unit.showing.pins:
         return shard
@@ -141,7 +141,7 @@ def _shard(place: Place) -> torch.Tensor:
 
 
 def _local(place: Place, form: StateForm) -> Any:
-    """The flat parameter as local states have it.
+    """Return the flat parameter as local states have it.
 
     The unit is gathered if what a rank saves lies on its neighbours, as alignment has moved it.
     """
@@ -164,7 +164,7 @@ def model_state_dict(
     rank0_only: bool = False,
     form: StateForm | None = None,
 ) -> dict[str, Any]:
-    """The state of `model` under clean names, in full unless another `form` is given; every rank calls it.
+    """Return the state of `model` under clean names, in full unless another `form` is given; every rank calls it.
 
     Args:
         offload_to_cpu: put the full parameters on the CPU.
@@ -190,7 +190,7 @@ def clean_keys(state: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def own_part(place: Place, index: int) -> torch.Tensor:
-    """This rank's elements of parameter `index`: of the shard, or of the full parameter if that is summoned."""
+    """Return this rank's elements of parameter `index`: of the shard, or of the full parameter if that is summoned."""
     handle = place.handle
     fragment = handle.layout.fragment(index, handle.rank)
     if place.unit.showing.pins:

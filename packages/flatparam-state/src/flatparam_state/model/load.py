@@ -231,7 +231,7 @@ class ModelLoad:
         return self.is_in(name, self.in_flat)
 
     def is_in(self, key: str, handles: Collection[FlatParamHandle]) -> bool:
-        """Whether the unit's parameter `key` is part of one of these flat parameters."""
+        """Return whether the unit's parameter `key` is part of one of these flat parameters."""
         return self._handles.get(clean_fqn(key)) in handles
 
     def checksums(self, topology: Topology) -> dict[str, int]:
@@ -270,7 +270,7 @@ class ModelLoad:
 
 
 def _names_in(module: nn.Module) -> list[str]:
-    """The names of all parameters, in the order of the module."""
+    """Return the names of all parameters, in the order of the module."""
     return [clean_fqn(name) for name, _ in module.named_parameters()]
 
 

@@ -48,7 +48,7 @@ Copies between a device and pinned memory may still run when it returns: see `fi
 
 
 def relocated(tensors: Sequence[Tensor], groups: Sequence[Hashable], move: Move) -> tuple[list[Tensor], int]:
-    """The tensors in new memory, and the bytes of the storages that were moved; `tensors` are not changed.
+    """Return the tensors in new memory, and the bytes of the storages that were moved; `tensors` are not changed.
 
     The new tensors have the shapes and strides of `tensors`. Those that shared a storage share one there too.
 
@@ -78,7 +78,7 @@ def _like(tensor: Tensor, home: Tensor) -> Tensor:
 
 
 def to_device(device: torch.device, *, pin_memory: bool = False) -> Move:
-    """The move to new memory of `device`; from the CPU to the CPU too.
+    """Return the move to new memory of `device`; from the CPU to the CPU too.
 
     Args:
         device: where to.
@@ -126,7 +126,7 @@ class PinnedPiece:
 
 
 def pieces_of(sizes: Sequence[int], most: int) -> list[PinnedPiece]:
-    """Where storages of `sizes` bytes lie in pinned memory, of which less than half is empty.
+    """Return where storages of `sizes` bytes lie in pinned memory, of which less than half is empty.
 
     Args:
         sizes: the bytes of each storage. One of no bytes lies nowhere.
@@ -146,7 +146,7 @@ def pieces_of(sizes: Sequence[int], most: int) -> list[PinnedPiece]:
 
 
 def _piece(lengths: Mapping[int, int], room: int) -> PinnedPiece:
-    """A piece of at most `room` bytes, with each storage, in this order, that still fits."""
+    """Return a piece of at most `room` bytes, with each storage, in this order, that still fits."""
     end, starts = 0, {}
     for number, length in lengths.items():
         if end + length <= room:
@@ -167,7 +167,7 @@ def finish_copies(devices: Iterable[torch.device]) -> None:
 
 
 def mapped_in(folder: Path) -> Move:
-    """The move into files in `folder`, one for each storage, which are mapped into memory and have no name.
+    """Return the move into files in `folder`, one for each storage, which are mapped into memory and have no name.
 
     What is read comes from the disk; what is written there is kept in memory, and not in the file. The disk has its
     space back when the mapping is gone, also if the process is killed.
@@ -190,7 +190,7 @@ def mapped_in(folder: Path) -> Move:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor` are in a file of `mapped_in`."""
+    """Return whether the elements of `tensor` are in a file of `mapped_in`."""
     if not tensor.is_cpu:
         return False
     storage = tensor.untyped_storage()

@@ -275,13 +275,13 @@ class _Trip:
             yield _Moving(_Kind.STATE, (state, name), state[name], belongs)
 
     def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Each optimizer whose state is to move."""
+        """Return each optimizer whose state is to move."""
         if isinstance(self.optimizer, Mapping):
             return list(self.optimizer.values())
         return [] if self.optimizer is None else [self.optimizer]
 
     def _states(self) -> Iterator[tuple[_Belongs, dict[str, Any], str]]:
-        """Where the tensors of the optimizers' states are, each with where its parameter belongs."""
+        """Yield where the tensors of the optimizers' states are, each with where its parameter belongs."""
         found = {id(p): _belongs(home) for home in self.homes for p in home.parameters()}
         for optimizer in self._optimizers():
             for parameter, state in optimizer.state.items():

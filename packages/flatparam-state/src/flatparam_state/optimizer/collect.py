@@ -38,7 +38,7 @@ def optimizer_state_dict(
     state_dict: Mapping[str, Any] | None = None,
     first_state: bool = False,
 ) -> dict[str, Any]:
-    """The state as `{"state": {fqn: {name: value}}, "param_groups": [...]}`; every rank calls it.
+    """Return the state as `{"state": {fqn: {name: value}}, "param_groups": [...]}`; every rank calls it.
 
     A tensor that is shaped like its parameter's sharded form becomes full, or sharded like the parameter's shape, as
     the form says; full ones are gathered one flat parameter at a time. Of any other value there is one if all ranks
@@ -101,7 +101,7 @@ def optimizer_state_dict(
 def _by_parameter(
     state: Mapping[Any, Mapping[str, Any]], holding: Holding
 ) -> tuple[dict[Held, Mapping[str, Any]], dict[Any, Any]]:
-    """The states of parameters, and what else there is."""
+    """Return the states of parameters, and what else there is."""
     meant = holding.resolve(state)
     others = {key: copy_value(value, None) for key, value in state.items() if key not in meant}
     for key in others:

@@ -95,7 +95,7 @@ def sharded_states(
     *,
     with_owners: bool = False,
 ) -> Iterator[tuple[Place, str, str, Any]]:
-    """The states of the parameters of `places`: of each its place, the parameter, its name and its value.
+    """Yield the states of the parameters of `places`: of each its place, the parameter, its name and its value.
 
     Every rank calls it. The ranks of a group agree first: a rank may hold no element of a parameter, and so no state.
 
@@ -150,7 +150,7 @@ class _Agreement:
         return cls(locals_, facts, mixed, group.exchange(parts, label="optimizer state"))
 
     def states(self, number: int, form: StateForm) -> Iterator[tuple[Place, str, str, Any]]:
-        """The states of one flat parameter: of each its place, the parameter, its name and its value."""
+        """Yield the states of one flat parameter: of each its place, the parameter, its name and its value."""
         place, local = self.locals[number]
         by_rank = [each[number] for each in self.facts]
         for name in dict.fromkeys(name for each in by_rank for name in each):
@@ -175,7 +175,7 @@ class _Agreement:
     def _plain(
         self, place: Place, mine: _Local, number: int, name: str, index: int, found: list[tuple[int, Any]]
     ) -> Any:
-        """The value, if all ranks have the same; otherwise the entry of a `PerRank`."""
+        """Return the value, if all ranks have the same; otherwise the entry of a `PerRank`."""
         raw = [
             (rank, self.raw[rank][number, name, index] if isinstance(value, _PartMark) else value)
             for rank, value in found
@@ -188,7 +188,7 @@ class _Agreement:
 
 
 def _as_shown(place: Place, index: int, full: torch.Tensor) -> torch.Tensor:
-    """A state in the form of its parameter in modules, if that is a `DTensor`, as with tensor parallelism."""
+    """Return a state in the form of its parameter in modules, if that is a `DTensor`, as with tensor parallelism."""
     if not place.handle.has_presenter(index):
         return full
     shown = place.handle.present(index, full).detach()
@@ -198,7 +198,7 @@ def _as_shown(place: Place, index: int, full: torch.Tensor) -> torch.Tensor:
 def _gathered(
     place: Place, mine: _Local, dtype: torch.dtype, indices: Sequence[int], form: StateForm
 ) -> Iterator[tuple[int, Any]]:
-    """The tensors `indices` of one state name, in the form; every rank calls it."""
+    """Return the tensors `indices` of one state name, in the form; every rank calls it."""
     parts: list[Any] = [None] * len(place.fqns)
     for index in indices:
         parts[index] = mine.parts.get(index)

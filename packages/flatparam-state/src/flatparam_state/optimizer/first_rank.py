@@ -16,14 +16,14 @@ __all__ = ["arrived", "streamed"]
 
 
 def arrived(value: Any) -> Any:
-    """A value that is no parameter's state, on every rank."""
+    """Return a value that is no parameter's state, on every rank."""
     if isinstance(value, Mapping):
         return {key: arrived(each) for key, each in value.items()}
     return value.arrive() if isinstance(value, Streamed) else value
 
 
 def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The first rank's state, on every rank, with stand-ins for its tensors."""
+    """Return the first rank's state, on every rank, with stand-ins for its tensors."""
     place = next(iter(places_in(model)), None)
     if place is None:
         return state_dict

@@ -77,7 +77,7 @@ def names_like_parameter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> frozenset[str]:
-    """The states of a parameter of `dim` dimensions that an optimizer of torch makes in the parameter's shape.
+    """Return the states of a parameter of `dim` dimensions that an optimizer of torch makes in the parameter's shape.
 
     None are known of any other optimizer, nor of a 0-d parameter, which a single number looks like.
     """
@@ -136,7 +136,7 @@ def _of_torch(
 def _told(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """The state that the optimizer itself names, if it steps more than the part that it is given; else empty."""
+    """Return the state that the optimizer itself names, if it steps more than the part that it is given; else empty."""
     tell = getattr(optimizer, _FIRST_STATE_OF, None)
     return (tell(parameter, settings) or {}) if callable(tell) else {}
 
@@ -166,7 +166,7 @@ def _initial(
 def _after_zeros(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """The state that a step with zeros leaves, with the count of steps set back."""
+    """Return the state that a step with zeros leaves, with the count of steps set back."""
     stand_in = nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)
     twin: Any = _twin(optimizer, settings, stand_in)

@@ -108,7 +108,7 @@ def load_optimizer_state(
 
 
 def _digest(places: Sequence[Place], saved: State) -> int:
-    """A digest of the full tensors and the counters in `saved`, which are to be the same on all ranks."""
+    """Return a digest of the full tensors and the counters in `saved`, which are to be the same on all ranks."""
     shapes = {
         fqn: slot.spec.shape
         for place in places
@@ -183,7 +183,7 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
-    """The state and the groups of `state_dict`; a state without groups, as some programs pass on, has none."""
+    """Return the state and the groups of `state_dict`; a state without groups, as some programs pass on, has none."""
     if not isinstance(state_dict, Mapping) or not ("param_groups" in state_dict or state_dict.get("state")):
         found = (
             f"the keys {sorted(map(str, state_dict))}"

@@ -78,7 +78,7 @@ def misfit_error(name: str, fqn: str, wanted: Wanted, found: str) -> FlatParamEr
 
 
 def described(value: Any) -> str:
-    """A value in a message: of a tensor with elements what it is, of anything else as much as fits in a line."""
+    """Return a value in a message: of a tensor with elements what it is, of anything else as much as fits in a line."""
     if isinstance(value, torch.Tensor) and value.dim():
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     text = repr(value)

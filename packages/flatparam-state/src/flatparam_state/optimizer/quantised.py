@@ -29,7 +29,7 @@ _CODES, _SCALE, _TABLE = ".codes", ".scale", ".table"
 
 
 def spread_out(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The states of one parameter, with a scale for each element; `values` itself if nothing is in blocks."""
+    """Return the states of one parameter, with a scale for each element; `values` itself if nothing is in blocks."""
     if _NESTED in values:
         outer = {name: value for name, value in values.items() if name != _NESTED}
         values = outer | values[_NESTED]
@@ -53,7 +53,7 @@ def spread_out(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _is_of(scales: Any, codes: Any) -> bool:
-    """Whether `scales` has one number for each block of `codes`."""
+    """Return whether `scales` has one number for each block of `codes`."""
     if not isinstance(scales, Tensor) or not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
         return False
     return scales.dim() == 1 and scales.numel() == -(-codes.numel() // _BLOCK)
@@ -64,7 +64,7 @@ def _spread(scales: Tensor, codes: Tensor) -> Tensor:
 
 
 def in_blocks(values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The result of `spread_out` for the states of `parameter`, as its optimizer holds them.
+    """Return the result of `spread_out` for the states of `parameter`, as its optimizer holds them.
 
     Raises:
         FlatParamError: if the states are torchao's, and it is not installed.

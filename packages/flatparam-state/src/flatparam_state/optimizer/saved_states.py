@@ -68,7 +68,7 @@ class SavedStates:
         return cls(saved, chunker, frozenset(likely | {name for name in unclear if name not in unlike}))
 
     def value(self, item: Held, name: str) -> Any:
-        """The state `name` of one parameter of this rank's optimizer, as the optimizer holds it."""
+        """Return the state `name` of one parameter of this rank's optimizer, as the optimizer holds it."""
         entries = {
             fqn: concrete(self.saved[fqn][name]) for fqn in item.fqns if name in self.saved.get(fqn, {})
         }
@@ -93,7 +93,7 @@ class SavedStates:
 
 
 def has_cut_values(state_dict: Any) -> bool:
-    """Whether some state is cut over ranks, which then have to communicate; the same on every rank."""
+    """Return whether some state is cut over ranks, which then have to communicate; the same on every rank."""
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     entries = state.values() if isinstance(state, Mapping) else ()
     return any(
@@ -102,18 +102,18 @@ def has_cut_values(state_dict: Any) -> bool:
 
 
 def _is_cut(value: Any) -> bool:
-    """Whether ranks hold parts of it, so that it can only be shaped like the parameter."""
+    """Return whether ranks hold parts of it, so that it can only be shaped like the parameter."""
     return is_sharded_tensor(value) or is_dtensor(value)
 
 
 def concrete(value: Any) -> Any:
-    """The tensor, if `value` stands for one."""
+    """Return the tensor, if `value` stands for one."""
     is_stand_in = is_tensor_like(value) and not isinstance(value, torch.Tensor)
     return as_tensor(value) if is_stand_in else value
 
 
 def _of_this_rank(item: Held, fqn: str, name: str, value: Any) -> Any:
-    """The value itself, or of one for each rank the one that was saved for what this rank holds."""
+    """Return the value itself, or of one for each rank the one that was saved for what this rank holds."""
     if isinstance(value, Streamed) and item.place is None:
         return value.arrive()
     if isinstance(value, AsItIs) or (isinstance(value, LazyValue) and item.place is None):

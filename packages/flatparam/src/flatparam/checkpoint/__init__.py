@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from flatparam.compat.patching import torchs_own
 from flatparam_state import is_sharded_tensor
 
 __all__ = ["async_save", "load", "save"]
@@ -35,9 +36,6 @@ def async_save(state_dict: Any, **arguments: Any) -> Any:
             The default `process_group` is a gloo group that nothing else uses, because torch's background thread
             issues collectives, which must not be in the group in which training issues its own.
     """
-    # Imported late: what install() patches takes this module's function.
-    from flatparam.compat.installing import torchs_own
-
     state = {
         key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
     }

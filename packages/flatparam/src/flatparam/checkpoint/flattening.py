@@ -18,7 +18,7 @@ __all__ = ["flattened", "unflattened"]
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer state by parameter name, flattened; each parameter has a copy of its group's settings."""
+    """Return an optimizer state by parameter name, flattened; each parameter has a copy of its group's settings."""
     flat = dict(_leaves("state", state["state"]))
     for group in state["param_groups"]:
         for fqn in group["params"]:
@@ -39,7 +39,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def unflattened(
     model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of what `optimizer` holds, from a flattened one.
+    """Return the state of what `optimizer` holds, from a flattened one.
 
     Raises:
         FlatParamError: if the parameters of one group have different settings.

@@ -23,6 +23,7 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.checkpoint.flattening import flattened, unflattened
+from flatparam.compat.patching import torchs_own
 from flatparam.in_place import state as in_place
 from flatparam.state.settings import form_of, settings_shown
 from flatparam.state.streaming import streamed
@@ -222,8 +223,6 @@ def set_state_dict(
 
 def _torchs(name: str) -> Any:
     """Torch's own function; its module also loads torch's FSDP, so it is imported only if it is needed."""
-    from flatparam.compat.installing import torchs_own
-
     return torchs_own("torch.distributed.checkpoint.state_dict", name)
 
 
@@ -262,14 +261,14 @@ def _form_of(model: nn.Module, options: StateDictOptions) -> Generator[None, Non
 
 
 def _is_elsewhere(model: nn.Module, options: StateDictOptions) -> bool:
-    """Whether only the first rank gets the state, and this is another."""
+    """Return whether only the first rank gets the state, and this is another."""
     if not (options.full_state_dict and options.cpu_offload):
         return False
     return not next(place.unit.topology for place in places_in(model)).is_first
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """The names of the parameters that require no gradient."""
+    """Return the names of the parameters that require no gradient."""
     frozen: set[str] = set()
     for place in places_in(model):
         wanted = place.handle.exposure.requires_grad()
@@ -293,7 +292,7 @@ def _of_submodules(
 
 
 def _with_prefixes(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """A state by submodule, `{module: state}`, as one of the whole model."""
+    """Return a state by submodule, `{module: state}`, as one of the whole model."""
     if not any(isinstance(key, nn.Module) for key in state):
         return state
     names = {module: clean_fqn(name) for name, module in model.named_modules()}

@@ -23,15 +23,6 @@ examples:
   flatparam trace diff traces/rank0.json plan.json
 
 """
-_RUN_EXAMPLES: Final = """\
-examples:
-  python -m flatparam run train.py --epochs 3
-  torchrun --nproc-per-node 8 -m flatparam run train.py --epochs 3
-  accelerate launch --config_file fsdp.yaml -m flatparam run train.py
-  flatparam run -m package.train
-
-The exit status is the program's; 2 if there is no such program.
-"""
 
 
 class _Versions(argparse.Action):
@@ -57,7 +48,7 @@ class _Lacking(argparse.Action):
 
 
 def parser(shared: Any) -> argparse.ArgumentParser:
-    """The parser of the whole command line; what it returns has a function `run` that takes it.
+    """Return the parser of the whole command line; what it returns has a function `run` that takes it.
 
     Args:
         shared: what commands share, the module `flatparam_files.command`.
@@ -68,7 +59,6 @@ def parser(shared: Any) -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     _add_those_of_addons(groups)
-    _add_run(groups)
     _add_trace(groups, shared)
     return top
 
@@ -85,20 +75,6 @@ def _add_those_of_addons(groups: argparse._SubParsersAction[argparse.ArgumentPar
             lacking.add_argument(str(error), action=_Lacking, nargs="*")
         else:
             add(groups)
-
-
-def _add_run(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run`, for its help; `main` takes its arguments apart, because most of them are the program's."""
-    added = groups.add_parser(
-        "run",
-        help="run a program that uses torch's FSDP1 on flatparam, unchanged",
-        usage="flatparam run [-h] [--] SCRIPT ...\n       flatparam run [-h] -m MODULE ...",
-        description="Run a Python program after flatparam.install(): what it imports of torch's FSDP1 is flatparam's.",
-        epilog=_RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    added.add_argument("SCRIPT", help="the program's file, and its arguments")
-    added.add_argument("-m", metavar="MODULE", help="the program's module, and its arguments")
 
 
 def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser], shared: Any) -> None:

@@ -68,7 +68,7 @@ def _guard(cell: CellType, refuse: Callable[[str], None]) -> None:
 
 
 def _inner(outer: Any) -> CellType:
-    """The cell of the function that `outer` calls inside of `no_grad`.
+    """Return the cell of the function that `outer` calls inside of `no_grad`.
 
     Raises:
         RuntimeError: if this torch's function is made in another way.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Iterable
 from typing import Any, Final, final
 
 import attrs
 
-__all__ = ["Patch", "apply", "restore"]
+__all__ = ["INSTALLED", "LOCK", "Patch", "apply", "restore", "torchs_own"]
 
 _ABSENT: Final = object()
 """Stands for the value of an attribute that is not there."""
+LOCK: Final = threading.RLock()
+"""Is held while `INSTALLED` changes."""
 
 
 @final
@@ -61,6 +65,20 @@ class Patch:
             namespace.pop(self.name, None)
         else:
             namespace[self.name] = value
+
+
+INSTALLED: Final[list[Patch]] = []
+"""The patches of `flatparam.install()` that are in place; empty if nothing is installed."""
+
+
+def torchs_own(module: str, name: str) -> Any:
+    """Return the object that `name` in torch's `module` is without the patches of `flatparam.install()`."""
+    holder = importlib.import_module(module)
+    with LOCK:
+        for patch in INSTALLED:
+            if patch.holder is holder and patch.name == name:
+                return patch.before
+    return getattr(holder, name)
 
 
 def apply(patches: Iterable[Patch]) -> list[Patch]:

@@ -38,7 +38,7 @@ def resolve_in_place(
     nonfinite: Nonfinite = "ignore",
     layout: Any = None,
 ) -> Resolved:
-    """The settings of `module`; see `fully_shard`.
+    """Return the settings of `module`; see `fully_shard`.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -78,7 +78,7 @@ def resolve_in_place(
 
 
 def freeing(reshard_after_forward: Any, topology: Topology) -> dict[str, Any]:
-    """The fields of a plan that say whether the full parameters are freed between forward and backward.
+    """Return the fields of a plan that say whether the full parameters are freed between forward and backward.
 
     Raises:
         TypeError: for anything but a bool, an int or `None`.
@@ -139,7 +139,7 @@ def _ignored(module: nn.Module, ignored_params: Iterable[Any] | None) -> Ignored
 
 
 def _device_of(mesh: Any) -> Any:
-    """The device that a mesh says; `None` of anything else, which leaves parameters where they are."""
+    """Return the device that a mesh says; `None` of anything else, which leaves parameters where they are."""
     kind = getattr(mesh, "device_type", None)
     if kind is None or kind == "cpu":
         return kind

@@ -22,7 +22,7 @@ _METHODS: Final = ("reset_parameters", "init_weights")
 
 
 def initialisers_of(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that give its modules values, each to be called with full parameters in place."""
+    """Return the methods of a class that give its modules values, each to be called with full parameters in place."""
     found = {name: getattr(original, name, None) for name in _METHODS}
     return {name: _with_full_parameters(method) for name, method in found.items() if callable(method)}
 
@@ -72,10 +72,10 @@ def make_on_device(module: nn.Module, device: Any) -> None:
 
 
 def _devices_of(unit: Unit) -> Iterable[torch.device]:
-    """The device on which a unit computes, and those of its shards."""
+    """Return the device on which a unit computes, and those of its shards."""
     return {unit.device, *(handle.flat_param.device for handle in unit.handles)}
 
 
 def _is_of(asked: torch.device, known: torch.device) -> bool:
-    """Whether a device is the one that was asked for, which need not say which of its kind it is."""
+    """Return whether a device is the one that was asked for, which need not say which of its kind it is."""
     return asked == known or str(asked) == known.type

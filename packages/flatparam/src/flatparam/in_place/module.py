@@ -14,7 +14,8 @@ import flatparam_runtime as runtime
 from flatparam.in_place import state
 from flatparam.in_place.arguments import check_flag, freeing
 from flatparam.in_place.initialising import initialisers_of, make_on_device
-from flatparam.wrapper import parameters, prefetching, reducing, refusing, training_state, written
+from flatparam.wrapper import parameters, prefetching, reducing, refusing, written
+from flatparam.wrapper.unsharding import UnshardHandle
 from flatparam_core import FlatParamError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class FSDPModule(_Base):
 
     # Full parameters
 
-    def unshard(self, async_op: bool = False) -> training_state.UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's full parameters, not those of sharded modules inside; every rank calls it.
 
         The next forward pass uses them as they are, unless an optimizer or a load has changed the shards by then.
@@ -60,7 +61,7 @@ class FSDPModule(_Base):
             The handle with `async_op`, and otherwise `None`.
         """
         self._unit.hold()
-        handle = training_state.UnshardHandle(self._unit)
+        handle = UnshardHandle(self._unit)
         if async_op:
             return handle
         handle.wait()
@@ -315,7 +316,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def class_for(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
+    """Return the class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
     found = _CLASSES.get(original)
     if found is None:
         content = {
@@ -330,7 +331,7 @@ def class_for(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty(original: type[nn.Module]) -> nn.Module:
-    """A sharded module without content, for a copy to fill."""
+    """Return a sharded module without content, for a copy to fill."""
     return object.__new__(class_for(original))
 
 

@@ -33,7 +33,7 @@ def sharded_form(model: nn.Module, *, offload_to_cpu: bool = False) -> StateForm
 def save_state(
     module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], collect: Callable[..., Any]
 ) -> Any:
-    """The state of `module`, by `collect`, which is torch's own `state_dict`.
+    """Return the state of `module`, by `collect`, which is torch's own `state_dict`.
 
     Args:
         arguments, named: see `flatparam.state.saving.collected`.

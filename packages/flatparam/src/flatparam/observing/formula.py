@@ -10,7 +10,7 @@ __all__ = ["peak_of_units"]
 
 
 def peak_of_units(units: Sequence[Unit]) -> int:
-    """The peak of a step of `units`, the root first and the others in the order of their forward passes.
+    """Return the peak of a step of `units`, the root first and the others in the order of their forward passes.
 
     It holds for units that run one after the other; what activations take comes on top.
     """
@@ -43,5 +43,5 @@ def peak_of_units(units: Sequence[Unit]) -> int:
 
 
 def _flat_nbytes(unit: Unit) -> int:
-    """The bytes of the unsharded gradients."""
+    """Return the bytes of the unsharded gradients."""
     return sum(handle.gradients.buffer.nbytes for handle in unit.trainable)

@@ -64,7 +64,7 @@ class Picture:
         return list(dict.fromkeys(piece.lane for piece in self.pieces))
 
     def chrome(self) -> str:
-        """A trace in Chrome's format, which Perfetto reads; times are in microseconds."""
+        """Return a trace in Chrome's format, which Perfetto reads; times are in microseconds."""
         lanes = {lane: number for number, lane in enumerate(self.lanes)}
         events: list[dict[str, object]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
@@ -101,7 +101,7 @@ class Picture:
 
     @classmethod
     def read(cls, text: str) -> Picture:
-        """The picture of a trace that `chrome` has written.
+        """Return the picture of a trace that `chrome` has written.
 
         Raises:
             ValueError: if it is no such trace.
@@ -155,7 +155,7 @@ class Picture:
         return found
 
     def svg(self) -> str:
-        """The picture as SVG, readable on light and dark pages."""
+        """Return the picture as SVG, readable on light and dark pages."""
         lanes = self.lanes
         height = 40 + len(lanes) * (_LANE + 6) + (_CURVE + 30 if self.curve else 0) + 24
         parts = [
@@ -207,7 +207,7 @@ class Picture:
 
 
 def _colour(unit: str) -> str:
-    """A colour of its own for each unit, the same in every picture."""
+    """Return a colour of its own for each unit, the same in every picture."""
     if not unit or unit == "(root)":
         return "#8a8a8a"
     hue = zlib.crc32(unit.encode()) % 360

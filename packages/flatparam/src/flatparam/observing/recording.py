@@ -160,7 +160,7 @@ class Recorder:
             self._line = max(self._line, peak_of_units(units_in(root.module)))
 
     def picture(self, title: str) -> Picture:
-        """The recorded lanes and curve, as a picture."""
+        """Return the recorded lanes and curve, as a picture."""
         self.know_line()
         curve = Curve("unit buffers", tuple(self.heights), self._line) if self.heights else None
         return Picture(title, self.pieces, curve)

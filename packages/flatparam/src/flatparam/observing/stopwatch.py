@@ -39,7 +39,7 @@ _OF_THREAD = _TimesOfThread()
 
 
 def _times() -> _Times:
-    """Those of this rank: of the process, or of this thread if the ranks are threads."""
+    """Return those of this rank: of the process, or of this thread if the ranks are threads."""
     return _OF_PROCESS if current_collectives() is None else _OF_THREAD.times
 
 
@@ -106,7 +106,7 @@ class SimpleProfiler:
 
 
 def is_info_wanted() -> bool:
-    """Whether `TORCH_DISTRIBUTED_DEBUG=INFO` was set."""
+    """Return whether `TORCH_DISTRIBUTED_DEBUG=INFO` was set."""
     if not dist.is_available():
         return False
     # The names are not in torch's `__all__`.
@@ -114,7 +114,7 @@ def is_info_wanted() -> bool:
 
 
 def rank_here() -> int:
-    """The rank of this process, or of this thread if the ranks are threads."""
+    """Return the rank of this process, or of this thread if the ranks are threads."""
     here = current_collectives()
     if here is not None:
         return here.rank

@@ -23,17 +23,17 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def shown_nbytes(nbytes: float) -> str:
-    """A number of bytes: `1.23 GB`."""
+    """Return a number of bytes: `1.23 GB`."""
     return str(load("flatparam_files.command").shown_nbytes(nbytes))
 
 
 def shown_flops(flops: float) -> str:
-    """A number of floating-point operations: `1.23 TFLOP`."""
+    """Return a number of floating-point operations: `1.23 TFLOP`."""
     return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def shown_seconds(seconds: float) -> str:
-    """A time: `1.23 ms`."""
+    """Return a time: `1.23 ms`."""
     return _scaled(seconds * 1e6, ("µs", "ms", "s")) if seconds < 100 else f"{seconds:,.0f} s"
 
 

@@ -116,7 +116,7 @@ def _chosen(
     *,
     ask_for_root: bool,
 ) -> tuple[list[nn.Module], int]:
-    """The modules that a policy function chooses, and how many elements they have.
+    """Return the modules that a policy function chooses, and how many elements they have.
 
     It is asked on the way down, and with what is left on the way up; about `root` only with `ask_for_root`.
     """

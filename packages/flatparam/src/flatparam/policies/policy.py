@@ -41,7 +41,7 @@ class _Policy(abc.ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, each with the wrapper's arguments (a copy of `root_kwargs`, perhaps changed)."""
+        """Return the modules to wrap, each with the wrapper's arguments (a copy of `root_kwargs`, perhaps changed)."""
 
 
 class ModuleWrapPolicy(_Policy):
@@ -68,7 +68,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Whether to look further in (always), or to wrap `module`."""
+        """Return whether to look further in (always), or to wrap `module`."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class CustomPolicy(_Policy):
         return targets
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Whether to look further in (always), or to wrap `module`.
+        """Return whether to look further in (always), or to wrap `module`.
 
         Raises:
             ValueError: if the function gives arguments, which a policy function cannot pass on.

@@ -65,10 +65,10 @@ class Arguments:
     layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
-        """Each argument under its name."""
+        """Return each argument under its name."""
         return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
 
     def are(self, others: Arguments) -> bool:
-        """Whether each is the same object."""
+        """Return whether each is the same object."""
         mine, theirs = self.by_name(), others.by_name()
         return all(mine[name] is theirs[name] for name in mine)

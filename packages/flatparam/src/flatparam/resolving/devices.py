@@ -17,7 +17,7 @@ __all__ = ["resolve_device"]
 def resolve_device(
     device_id: Any, module: nn.Module, ignored: Ignored, *, offload: bool
 ) -> torch.device | None:
-    """The device that full parameters are to live on; `None` leaves them where they are.
+    """Return the device that full parameters are to live on; `None` leaves them where they are.
 
     Without `device_id`, parameters on the CPU and on one accelerator go to the accelerator; those on the meta device,
     and those whose shards are to be kept in CPU memory, to the current accelerator if there is one.

@@ -39,7 +39,7 @@ class Environment:
 
     @classmethod
     def read(cls) -> Self:
-        """The switches now; the first time that a switch is found on, a warning says what the switch does."""
+        """Return the switches now; the first time that a switch is found on, a warning says what the switch does."""
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         return cls(
             _is_on("FSDP_USE_FULL_PREC_IN_EVAL"),

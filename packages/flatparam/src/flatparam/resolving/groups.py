@@ -33,7 +33,7 @@ def resolve_groups(
     has_policy: bool,
     environment: Environment,
 ) -> tuple[Topology, ShardingStrategy]:
-    """The topology that the arguments ask for, and the strategy as it is then: `NO_SHARD` in a world of one.
+    """Return the topology that the arguments ask for, and the strategy as it is then: `NO_SHARD` in a world of one.
 
     Raises:
         ValueError: if both a group and a mesh are given, if they do not fit the strategy, or if there is no group to
@@ -60,7 +60,7 @@ def resolve_groups(
 
 
 def _shared(topology: Topology, strategy: ShardingStrategy) -> Topology:
-    """The groups of the wrapper around, for a unit that a policy may have given a different strategy."""
+    """Return the groups of the wrapper around, for a unit that a policy may have given a different strategy."""
     if strategy is ShardingStrategy.NO_SHARD and topology.replicate is None:
         return Topology(SingleCollectives(), topology.shard)
     if strategy not in HYBRID and topology.replicate is not None and topology.shard.size == 1:
@@ -125,7 +125,7 @@ def _by_node(world: Collectives, environment: Environment) -> Topology:
 
 
 def _silenced(topology: Topology, environment: Environment) -> Topology:
-    """The groups with collectives of which some move nothing, to see what they cost (`FSDP_USE_FAKE_...`)."""
+    """Return the groups with collectives of which some move nothing, to see what they cost (`FSDP_USE_FAKE_...`)."""
     hooks: dict[str, CommHook] = {}
     if environment.fake_all_gather:
         hooks["all_gather"] = _keep_output

@@ -35,7 +35,7 @@ class ResolvedRules:
     """For each rank of the shard group the weight of its part; empty gives all the same."""
 
     def __call__(self, bound: BoundParameter) -> LayoutRule:
-        """The rule of a parameter; of a shared one, that which keeps most together."""
+        """Return the rule of a parameter; of a shared one, that which keeps most together."""
         known = (self._by_module.get(info.module, {}).get(info.param_name, ELEMENT) for info in bound.infos)
         spec = bound.spec
         return max(known, key=lambda rule: _strictness(rule, spec))

@@ -72,7 +72,7 @@ class Inherited:
     """The part of each parameter that stays on one rank."""
 
     def has_ignored(self, arguments: Arguments) -> bool:
-        """Whether `arguments` say nothing else about what is ignored than the wrapper around does."""
+        """Return whether `arguments` say nothing else about what is ignored than the wrapper around does."""
         same = arguments.ignored_states is self.passed_on.ignored_states
         return same and arguments.ignored_modules is None
 
@@ -212,7 +212,7 @@ def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: T
 
 
 def resolve_offload(cpu_offload: Any) -> bool:
-    """Whether shards live in CPU memory.
+    """Return whether shards live in CPU memory.
 
     Raises:
         TypeError: for anything but a `CPUOffload` or `None`.
@@ -221,7 +221,7 @@ def resolve_offload(cpu_offload: Any) -> bool:
 
 
 def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:
-    """How far ahead units are gathered: `forward_prefetch` is a number of units, or true for one.
+    """Return how far ahead units are gathered: `forward_prefetch` is a number of units, or true for one.
 
     Without it, what the device does by itself.
 
@@ -245,7 +245,7 @@ def backward_prefetch_of(prefetch: PrefetchPlan) -> BackwardPrefetch | None:
 
 
 def resolve_precision(mixed_precision: Any, *, is_left_out: bool) -> tuple[Precision, Casting, BufferDtype]:
-    """The dtypes of parameters and gradients, of inputs, and of buffers.
+    """Return the dtypes of parameters and gradients, of inputs, and of buffers.
 
     Args:
         is_left_out: whether the mixed precision of the wrapper around leaves the module out.

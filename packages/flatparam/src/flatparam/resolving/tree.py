@@ -34,7 +34,7 @@ class ResolvedTree:
 def resolve_tree(
     wrapper: type[nn.Module], module: nn.Module, arguments: Arguments, offered: Resolved | None = None
 ) -> ResolvedTree:
-    """The settings of `module`, and of what the policy chooses inside it; nothing is changed.
+    """Return the settings of `module`, and of what the policy chooses inside it; nothing is changed.
 
     What is wrapped already stays as it is, and nothing inside it is wrapped again.
 
@@ -126,7 +126,7 @@ def _check_names(targets: Mapping[nn.Module, Mapping[str, Any]]) -> None:
 
 
 def _passed_on(root: Resolved) -> Arguments:
-    """The arguments of a wrapper for the modules inside, which share its groups and what is ignored."""
+    """Return the arguments of a wrapper for the modules inside, which share its groups and what is ignored."""
     return attrs.evolve(
         root.asked,
         process_group=root.plan.topology,

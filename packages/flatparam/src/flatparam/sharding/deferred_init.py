@@ -22,7 +22,7 @@ __all__ = ["initialiser", "is_deferred"]
 
 
 def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
-    """Whether a unit's `tensors` still have to be made: here or, if rank 0's values count, on any rank.
+    """Return whether a unit's `tensors` still have to be made: here or, if rank 0's values count, on any rank.
 
     In the second case all ranks go module by module, the ones with values too, and meet in the same broadcasts.
     """
@@ -164,7 +164,7 @@ def _own_modules(module: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
 
 
 def _tensors(module: nn.Module, ignored: Ignored) -> Iterator[Tensor]:
-    """The parameters and buffers that `module` itself registers and that are not ignored."""
+    """Yield the parameters and buffers that `module` itself registers and that are not ignored."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor not in ignored:
             yield tensor

@@ -23,7 +23,7 @@ class FSDPExtensions(abc.ABC):
 
     @abc.abstractmethod
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """The plain tensor to flatten in place of `tensor`, and what it takes to make the like of it again.
+        """Return the plain tensor to flatten in place of `tensor`, and what it takes to make the like of it again.
 
         `(tensor, None)` leaves it as it is.
         """
@@ -41,22 +41,22 @@ class FSDPExtensions(abc.ABC):
         pg: Any,
         device: torch.device | None = None,
     ) -> Tensor:
-        """A `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
+        """Return a `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
         found: Tensor = OWN_CHUNKER.chunk_over(tensor, ProcessGroupCollectives(pg))
         return found if device is None else found.to(device)
 
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
-        """A `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
+        """Return a `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
         found: Tensor = OWN_CHUNKER.chunk_over_mesh(tensor, device_mesh, rank)
         return found
 
     def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """The tensor to load in place of `tensor`, a `ShardedTensor`, and its local shards."""
+        """Return the tensor to load in place of `tensor`, a `ShardedTensor`, and its local shards."""
         sharded: Any = tensor
         return tensor, sharded.local_shards()
 
     def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
-        """The tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
+        """Return the tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
         sharded: Any = tensor
         return OWN_CHUNKER.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
 
@@ -66,7 +66,7 @@ class DTensorExtensions(FSDPExtensions):
 
     @override
     def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """This rank's local part.
+        """Return this rank's local part.
 
         Raises:
             ValueError: for a `DTensor` that is a sum still to be made.
@@ -83,7 +83,7 @@ class DTensorExtensions(FSDPExtensions):
 
     @override
     def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """The `DTensor` of which `tensor` is the local part; gradients come back to that part."""
+        """Return the `DTensor` of which `tensor` is the local part; gradients come back to that part."""
         from torch.distributed.tensor import DTensor
 
         mesh, placements, shape, stride = param_extension

@@ -42,7 +42,7 @@ def set_extensions(flattener: FSDPExtensions | None) -> None:
 
 
 def needs_extensions(tensors: Iterable[Tensor]) -> bool:
-    """Whether parameters among `tensors` may have to be replaced before they are flattened."""
+    """Return whether parameters among `tensors` may have to be replaced before they are flattened."""
     return _extensions is not None or any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
@@ -93,7 +93,7 @@ def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] 
 
 
 def chunker() -> Chunker:
-    """The object that makes sharded tensors and takes them apart: the extensions, if there are any."""
+    """Return the object that makes sharded tensors and takes them apart: the extensions, if there are any."""
     return OWN_CHUNKER if _extensions is None else _Extended(_extensions)
 
 

@@ -42,7 +42,7 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor of a wrapper class (a quantised one, say) is made of; else itself."""
+    """Return the tensors that a tensor of a wrapper class (a quantised one, say) is made of; else itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -7,8 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from flatparam.compat.averaging import guard_averages
-from flatparam.compat.unloading import guard_adapters
+from flatparam.addons import tell_clients
 from flatparam.observing import debug_log, whole_program
 from flatparam.policies.choosing import wrap_chosen
 from flatparam.resolving import Resolved, ResolvedTree
@@ -34,7 +33,7 @@ _MUCH: Final = 2
 def shard_tree(
     module: nn.Module, tree: ResolvedTree, wrap: Callable[[nn.Module, Resolved], nn.Module]
 ) -> Unit:
-    """The unit of `module`, after those inside have been wrapped as they were resolved, from the inside out.
+    """Return the unit of `module`, after those inside have been wrapped as they were resolved, from the inside out.
 
     Args:
         wrap: makes the wrapper of a module inside.
@@ -48,7 +47,7 @@ def shard_tree(
 
 
 def _unit_for(module: nn.Module, resolved: Resolved) -> Unit:
-    """The unit of `module`, which is made one, unless it was wrapped before."""
+    """Return the unit of `module`, which is made one, unless it was wrapped before."""
     unit = unit_of(module)
     if unit is None:
         return shard_resolved(module, resolved, by_hooks=False)
@@ -96,8 +95,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     route_torchs_functions(unit)
     refuse_parts_in_states(unit)
     repacking.keep_packing(modules, resolved.ignored)
-    guard_adapters()
-    guard_averages()
+    tell_clients("unit_made")
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:

@@ -31,7 +31,7 @@ class _Span:
     shape: torch.Size
 
     def of(self, data: Tensor) -> Tensor:
-        """The inner tensor, in the memory of `data`: 1-D, uint8."""
+        """Return the inner tensor, in the memory of `data`: 1-D, uint8."""
         raw = data[self.start : self.start + self.numel * self.dtype.itemsize]
         if raw.data_ptr() % self.dtype.itemsize:
             raw = raw.clone()
@@ -52,7 +52,7 @@ class WrapperRecipe:
 
     @classmethod
     def of(cls, tensor: Tensor) -> tuple[Self, Tensor]:
-        """The recipe of `tensor`, and the bytes: 1-D, uint8, on the device of the inner tensors.
+        """Return the recipe of `tensor`, and the bytes: 1-D, uint8, on the device of the inner tensors.
 
         Each inner tensor begins at a multiple of 16 bytes. They have to be on one device.
         """
@@ -77,7 +77,7 @@ class WrapperRecipe:
         return cls(make, context, tensor.shape, tensor.stride(), parts)
 
     def made_of(self, data: Tensor) -> Tensor:
-        """The tensor whose bytes `data` has (1-D, uint8); its inner tensors are in that memory."""
+        """Return the tensor whose bytes `data` has (1-D, uint8); its inner tensors are in that memory."""
         inner = {
             name: part.of(data) if isinstance(part, _Span) else part.made_of(data)
             for name, part in self._parts.items()
@@ -85,11 +85,11 @@ class WrapperRecipe:
         return self._make(inner, self._context, self._shape, self._stride)
 
     def __call__(self, data: Tensor) -> nn.Parameter:
-        """The same as a frozen parameter, which modules see."""
+        """Return the same as a frozen parameter, which modules see."""
         return nn.Parameter(self.made_of(data.detach()), requires_grad=False)
 
     def flattened(self, value: object) -> object:
-        """The bytes of `value`, if it is a tensor like the one that this recipe makes; else `value`."""
+        """Return the bytes of `value`, if it is a tensor like the one that this recipe makes; else `value`."""
         if not isinstance(value, Tensor) or not is_wrapper(value):
             return value
         recipe, data = self.of(value)
@@ -97,5 +97,5 @@ class WrapperRecipe:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` is of a wrapper class whose inner tensors can be taken out and put together again."""
+    """Return whether `tensor` is of a wrapper class whose inner tensors can be taken out and put together again."""
     return bool(is_traceable_wrapper_subclass(tensor)) and hasattr(type(tensor), "__tensor_unflatten__")

@@ -10,6 +10,6 @@ __all__ = ["unit_that_spreads"]
 
 
 def unit_that_spreads(parameter: Any) -> Unit | None:
-    """The unit that holds `parameter`, if it has several ranks to hold it; `None` for any other."""
+    """Return the unit that holds `parameter`, if it has several ranks to hold it; `None` for any other."""
     unit = holder_of_parameter(parameter)
     return None if unit is None or unit.topology.shard.size == 1 else unit

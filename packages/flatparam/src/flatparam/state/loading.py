@@ -80,7 +80,7 @@ def _before(
 
 
 def _begun_by(outermost: nn.Module, errors: list[str]) -> TreeLoad:
-    """A new loading of the wrappers in `outermost`."""
+    """Return a new loading of the wrappers in `outermost`."""
     load = TreeLoad(outermost, errors, _interior(outermost).is_loading)
     for wrapper, interior in _interiors(outermost):
         # An exception may have ended the loading before.
@@ -125,7 +125,7 @@ def _tell(interior: Interior, refused: list[str], loaded: Mapping[str, int] | No
 
 
 def _interiors(module: nn.Module) -> Iterator[tuple[nn.Module, Interior]]:
-    """All wrappers that torch comes to when it loads `module`, with their interiors."""
+    """Yield all wrappers that torch comes to when it loads `module`, with their interiors."""
     for inside in module.modules():
         interior = interior_of(inside)
         if interior is not None:
@@ -139,7 +139,7 @@ def _interior(wrapper: nn.Module) -> Interior:
 
 
 def _with_inner_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A copy of `state` that tells the modules inside `wrapper` their saved versions.
+    """Return a copy of `state` that tells the modules inside `wrapper` their saved versions.
 
     Torch looks a module's version up under the module's name, which inside the wrapper is different from the state's.
     """

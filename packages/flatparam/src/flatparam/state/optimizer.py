@@ -20,7 +20,7 @@ __all__ = ["check_group", "optim_form", "optim_state_dict", "optim_state_dict_to
 
 
 def optim_form(model: nn.Module) -> StateForm:
-    """The form of optimizer state that the settings of the wrappers in `model` ask for."""
+    """Return the form of optimizer state that the settings of the wrappers in `model` ask for."""
     settings = settings_of(model) or default_settings()
     kind = settings.state_dict_type
     # As in FSDP1, there is no local form of an optimizer's state.
@@ -33,7 +33,7 @@ def optim_form(model: nn.Module) -> StateForm:
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any] | None, group: Any
 ) -> dict[str, Any]:
-    """The optimizer's state in the form that was chosen; see `optim_state_dict` of the wrapper.
+    """Return the optimizer's state in the form that was chosen; see `optim_state_dict` of the wrapper.
 
     A sharded one may be what a checkpoint is loaded into, so it is whole before the first step, too.
     """
@@ -52,7 +52,7 @@ def optim_state_dict_to_load(
     load_directly: bool,
     group: Any,
 ) -> dict[str, Any]:
-    """This rank's part of a state of any form; see `optim_state_dict_to_load` of the wrapper."""
+    """Return this rank's part of a state of any form; see `optim_state_dict_to_load` of the wrapper."""
     check_group(model, group)
     rank0_only = optim_form(model).rank0_only
     return to_load(model, optim, state, rank0_only=rank0_only, is_named=is_named, load_directly=load_directly)
@@ -68,7 +68,7 @@ def to_load(
     is_named: bool = False,
     load_directly: bool = False,
 ) -> dict[str, Any]:
-    """This rank's part of an optimizer state; see `optim_state_dict_to_load`."""
+    """Return this rank's part of an optimizer state; see `optim_state_dict_to_load`."""
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
         loaded = load_optimizer_state(
             model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker()

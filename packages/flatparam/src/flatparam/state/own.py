@@ -14,7 +14,7 @@ __all__ = ["own_buffers", "modules_of_unit"]
 
 
 def modules_of_unit(wrapper: nn.Module, unit: Unit) -> set[nn.Module]:
-    """The modules of the wrapper's unit.
+    """Return the modules of the wrapper's unit.
 
     A wrapper for activation checkpointing, which may have been put around the unit's module since, is one of them.
     """
@@ -23,7 +23,7 @@ def modules_of_unit(wrapper: nn.Module, unit: Unit) -> set[nn.Module]:
 
 
 def own_buffers(wrapper: nn.Module, unit: Unit) -> Iterator[str]:
-    """The names of the buffers of the unit's own modules, below the wrapper."""
+    """Yield the names of the buffers of the unit's own modules, below the wrapper."""
     own = modules_of_unit(wrapper, unit)
     for path, module in wrapper.named_modules():
         if module in own:

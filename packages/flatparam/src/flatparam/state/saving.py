@@ -27,7 +27,7 @@ def save_state(
     named: Mapping[str, Any],
     collect: Callable[..., Any],
 ) -> Any:
-    """The state of `wrapper`, in the form of its settings, by `collect`, which is torch's own `state_dict`.
+    """Return the state of `wrapper`, in the form of its settings, by `collect`, which is torch's own `state_dict`.
 
     Args:
         arguments, named: see `collected`.
@@ -41,7 +41,7 @@ def collected(
     collect: Callable[..., Any],
     saving: Callable[[dict[str, Any], str], contextlib.AbstractContextManager[None]],
 ) -> Any:
-    """The state that `collect`, which is torch's own `state_dict`, collects.
+    """Return the state that `collect`, which is torch's own `state_dict`, collects.
 
     Args:
         arguments: those by position, which torch's `state_dict` still takes: destination, prefix, whether variables

@@ -45,18 +45,18 @@ chunks_by_default = False
 
 
 def default_settings() -> StateDictSettings:
-    """The settings of a new wrapper: full tensors on every rank, on the device that they are on."""
+    """Return the settings of a new wrapper: full tensors on every rank, on the device that they are on."""
     return resolve_settings(StateDictType.FULL_STATE_DICT)
 
 
 def no_settings() -> StateDictSettings:
-    """The settings that FSDP1 tells of a module without wrappers."""
+    """Return the settings that FSDP1 tells of a module without wrappers."""
     nothing: Any = None
     return StateDictSettings(nothing, nothing, nothing)
 
 
 def _kinds_of(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
-    """The settings without the fields of their configurations, in which wrappers of one form may differ."""
+    """Return the settings without the fields of their configurations, in which wrappers of one form may differ."""
     return (
         settings.state_dict_type,
         type(settings.state_dict_config),
@@ -67,7 +67,7 @@ def _kinds_of(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
 def resolve_settings(
     state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> StateDictSettings:
-    """The settings that were asked for, checked and with their defaults.
+    """Return the settings that were asked for, checked and with their defaults.
 
     Raises:
         RuntimeError: if a configuration is not one of the form's.
@@ -129,7 +129,7 @@ def set_settings(
 
 
 def settings_of(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the wrappers in `module`, which must agree; `None` if there are none.
+    """Return the settings of the wrappers in `module`, which must agree; `None` if there are none.
 
     Raises:
         AssertionError: if they differ.

@@ -40,7 +40,7 @@ class TreeLoad:
         self._open[wrapper] = load
 
     def end(self, wrapper: nn.Module) -> ModelLoad | None:
-        """The load of `wrapper`, which takes no entries any more; `None` if it has none."""
+        """Return the load of `wrapper`, which takes no entries any more; `None` if it has none."""
         load = self._open.pop(wrapper, None)
         if load is not None:
             load.stop()

@@ -13,7 +13,6 @@ from torch.distributed._composable.contract import _get_registry
 
 from flatparam.api import StateDictSettings
 from flatparam.state.tree_load import TreeLoad
-from flatparam.wrapper.training_state import HandleTrainingState, TrainingState
 from flatparam_core import FSDP_WRAPPED_MODULE
 from flatparam_runtime import Unit, call_unit, unit_of, untraced
 
@@ -50,8 +49,6 @@ class Interior:
     """Whether the ranks have told each other what does not fit in the wrapper's own `load_state_dict` under way."""
     load: TreeLoad | None = None
     """The loading that the wrapper takes part in, or took part in last if that one failed."""
-    reported: tuple[TrainingState, HandleTrainingState] | None = None
-    """The states that a program has the wrapper tell, instead of its own."""
 
     @contextlib.contextmanager
     def being_strict(self, strict: bool) -> Iterator[None]:
@@ -66,7 +63,7 @@ class Interior:
 
 
 def interior_of(module: nn.Module) -> Interior | None:
-    """The interior of a wrapper; `None` of any other module."""
+    """Return the interior of a wrapper; `None` of any other module."""
     interior: Interior | None = vars(module).get(_INTERIOR)
     return interior
 
@@ -81,7 +78,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def module_of(self: nn.Module) -> nn.Module:
-    """The wrapped module, without an activation-checkpointing wrapper around it."""
+    """Return the wrapped module, without an activation-checkpointing wrapper around it."""
     inner = inner_module(self)
     checkpointed = inner._modules.get("_checkpoint_wrapped_module")
     return inner if checkpointed is None else checkpointed
@@ -94,13 +91,13 @@ def item_of(self: nn.Module, key: Any) -> Any:
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """The wrapped module if `module` is a wrapper, otherwise `module` itself."""
+    """Return the wrapped module if `module` is a wrapper, otherwise `module` itself."""
     inner = module._modules.get(FSDP_WRAPPED_MODULE) if interior_of(module) is not None else None
     return module if inner is None else inner
 
 
 def unit_inside(module: nn.Module) -> Unit:
-    """The unit of a wrapped module, which may be given with or without its wrapper.
+    """Return the unit of a wrapped module, which may be given with or without its wrapper.
 
     Raises:
         ValueError: if the module is not wrapped.
@@ -112,7 +109,7 @@ def unit_inside(module: nn.Module) -> Unit:
 
 
 def wrappers_in(module: nn.Module, *, root_only: bool = False) -> dict[nn.Module, Interior]:
-    """The wrappers in `module`, itself included, depth first, each once with its interior.
+    """Return the wrappers in `module`, itself included, depth first, each once with its interior.
 
     Args:
         root_only: leave out wrappers that are inside others.
@@ -135,5 +132,5 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> dict[nn.Module
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` has `module`: then it is not FSDP's."""
+    """Return whether torch's composable `replicate` has `module`: then it is not FSDP's."""
     return "replicate" in (_get_registry(module) or ())

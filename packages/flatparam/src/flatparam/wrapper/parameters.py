@@ -47,7 +47,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
 
 
 def not_summoned(units: Iterable[Unit]) -> list[Unit]:
-    """Those whose full parameters are not shown by `summon_full_params`."""
+    """Return those whose full parameters are not shown by `summon_full_params`."""
     return [unit for unit in units if unit.showing.wishes is None]
 
 

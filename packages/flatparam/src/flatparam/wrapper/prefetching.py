@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Iterable
+from typing import Any
 
 import attrs
 from torch import nn
@@ -14,7 +14,6 @@ from flatparam.wrapper.interior import unit_inside
 from flatparam_runtime import Unit
 
 __all__ = [
-    "PrefetchLimits",
     "backward_prefetch",
     "forward_prefetch",
     "set_backward_prefetch",
@@ -25,7 +24,7 @@ __all__ = [
 
 
 def backward_prefetch(unit: Unit) -> BackwardPrefetch | None:
-    """When the next unit of the backward pass is gathered."""
+    """Return when the next unit of the backward pass is gathered."""
     return backward_prefetch_of(unit.plan.prefetch)
 
 
@@ -35,7 +34,7 @@ def set_backward_prefetch(unit: Unit, when: Any) -> None:
 
 
 def forward_prefetch(unit: Unit) -> int:
-    """Whether the next unit is gathered in the forward pass, by every device; how many, if more than one."""
+    """Return whether the next unit is gathered in the forward pass, by every device; how many, if more than one."""
     units = unit.plan.prefetch.forward or 0
     return units if units > 1 else bool(units)
 
@@ -61,31 +60,3 @@ def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
 
 def _change(unit: Unit, **changes: Any) -> None:
     unit.change_plan(prefetch=attrs.evolve(unit.plan.prefetch, **changes))
-
-
-@final
-@attrs.define(eq=False)
-class PrefetchLimits:
-    """How far ahead the units of one tree are gathered; programs set the two limits, which have FSDP1's names."""
-
-    _units: Sequence[Unit]
-
-    @property
-    def _forward_prefetch_limit(self) -> int:
-        return max(self._units[0].plan.prefetch.forward or 0, 1)
-
-    @_forward_prefetch_limit.setter
-    def _forward_prefetch_limit(self, limit: int) -> None:
-        for unit in self._units:
-            # Units whose wrapper did not ask for `forward_prefetch` stay as they are.
-            if unit.plan.prefetch.forward:
-                _change(unit, forward=limit)
-
-    @property
-    def _backward_prefetch_limit(self) -> int:
-        return self._units[0].plan.prefetch.backward_depth
-
-    @_backward_prefetch_limit.setter
-    def _backward_prefetch_limit(self, limit: int) -> None:
-        for unit in self._units:
-            _change(unit, backward_depth=limit)

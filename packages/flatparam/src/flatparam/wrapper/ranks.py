@@ -16,12 +16,12 @@ def ranks_of(unit: Unit) -> Collectives:
 
 
 def process_group(unit: Unit) -> Any:
-    """The same as torch's process group, or as what stands for it."""
+    """Return the same as torch's process group, or as what stands for it."""
     return _as_torchs(ranks_of(unit))
 
 
 def copies(unit: Unit) -> Any:
-    """The ranks that hold copies of this rank's shard, in the same form.
+    """Return the ranks that hold copies of this rank's shard, in the same form.
 
     Raises:
         AttributeError: if there are none, as FSDP1's wrapper has no such attribute then.

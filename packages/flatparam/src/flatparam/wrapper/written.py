@@ -39,7 +39,7 @@ class _Watch:
         self._there[name] = weakref.ref(tensor, gone), alias, before
 
     def found(self) -> list[str]:
-        """The names of what was written."""
+        """Return the names of what was written."""
         now = {name for name, (_, alias, before) in self._there.items() if alias._version != before}
         return sorted(self.written | now)
 

@@ -1,7 +1,6 @@
 """The manifest of a checkpoint: its records, the values in it, and the file that shows every changed bit."""
 
-from flatparam_files.checkpoint.manifest.dtypes import dtype_name, file_dtype
-from flatparam_files.checkpoint.manifest.fields import check_step
+from flatparam_files.checkpoint.manifest.fields import check_step, dtype_name, file_dtype
 from flatparam_files.checkpoint.manifest.records import (
     BLOCK_NBYTES,
     FilePiece,

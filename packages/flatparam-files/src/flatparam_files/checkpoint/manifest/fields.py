@@ -1,4 +1,4 @@
-"""The fields of the manifest's records: validators of built records, and checks of the JSON that they are read from.
+"""The fields of the manifest's records: validators of built records, checks of the JSON that they come from, dtypes.
 
 All of them raise a ValueError that says what was expected and found; a validator names the record and its field, too.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import attrs
+import torch
+
+from flatparam_files.disk import DTYPES, CheckpointError, join_path
 
 __all__ = [
     "Validator",
@@ -26,6 +30,9 @@ __all__ = [
     "mapping_of",
     "text",
     "tuple_of",
+    "dtype_name",
+    "dtype_named",
+    "file_dtype",
 ]
 
 Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
@@ -36,7 +43,7 @@ _SHOWN: Final = 60
 
 
 def bad_value(record: object, field: attrs.Attribute[Any], value: object, expected: str) -> ValueError:
-    """The error about a field of `record` whose `value` is not what was `expected`."""
+    """Return the error about a field of `record` whose `value` is not what was `expected`."""
     found = str(value)[:_SHOWN]
     return ValueError(f"{type(record).__name__}.{field.name}: expected {expected}, found {found!r}")
 
@@ -75,7 +82,7 @@ def json_tree(record: object, field: attrs.Attribute[Any], value: Any) -> None:
 
 
 def instance_of(kind: type) -> Validator:
-    """A validator of objects of the class `kind`."""
+    """Return a validator of objects of the class `kind`."""
 
     def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, kind):
@@ -85,7 +92,7 @@ def instance_of(kind: type) -> Validator:
 
 
 def tuple_of(each: Validator) -> Validator:
-    """A validator of tuples whose items `each` validates."""
+    """Return a validator of tuples whose items `each` validates."""
 
     def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, tuple):
@@ -97,7 +104,7 @@ def tuple_of(each: Validator) -> Validator:
 
 
 def mapping_of(each: Validator) -> Validator:
-    """A validator of mappings from strings to values that `each` validates."""
+    """Return a validator of mappings from strings to values that `each` validates."""
 
     def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, Mapping):
@@ -110,28 +117,28 @@ def mapping_of(each: Validator) -> Validator:
 
 
 def as_object(tree: Any) -> dict[str, Any]:
-    """The JSON object `tree`."""
+    """Return the JSON object `tree`."""
     if not isinstance(tree, dict):
         raise ValueError(f"expected an object, found {str(tree)[:_SHOWN]!r}")
     return tree
 
 
 def as_list(tree: Any, length: int | None = None) -> list[Any]:
-    """The JSON list `tree`, of `length` items if that is given."""
+    """Return the JSON list `tree`, of `length` items if that is given."""
     if not isinstance(tree, list) or (length is not None and len(tree) != length):
         raise ValueError(f"expected a list of {length or 'any'} items, found {str(tree)[:_SHOWN]!r}")
     return tree
 
 
 def as_text(tree: Any) -> str:
-    """The JSON string `tree`."""
+    """Return the JSON string `tree`."""
     if not isinstance(tree, str):
         raise ValueError(f"expected a string, found {str(tree)[:_SHOWN]!r}")
     return tree
 
 
 def as_count(tree: Any) -> int:
-    """The JSON number `tree`: an integer of at least 0, and of 63 bits at most."""
+    """Return the JSON number `tree`: an integer of at least 0, and of 63 bits at most."""
     if not _is_count(tree):
         raise ValueError(f"expected a number of {_COUNTS}, found {str(tree)[:_SHOWN]!r}")
     return int(tree)
@@ -144,5 +151,44 @@ def check_step(step: object) -> None:
 
 
 def _is_count(value: object) -> bool:
-    """Whether `value` can be a number of bytes, of elements, of a rank, a file or a step."""
+    """Return whether `value` can be a number of bytes, of elements, of a rank, a file or a step."""
     return type(value) is int and 0 <= value < 2**63
+
+
+# The dtypes that a checkpoint can hold, and their names in a manifest
+
+
+_NAMES: Final = MappingProxyType(
+    {dtype: str(dtype).removeprefix("torch.") for dtype in (*DTYPES, torch.complex32, torch.complex128)}
+)
+_BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
+
+
+def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
+    """Return the name of `dtype` in a manifest.
+
+    Raises:
+        CheckpointError: for one that cannot be saved, naming the tensor `at` these keys.
+    """
+    if dtype not in _NAMES:
+        path = join_path(at)
+        raise CheckpointError(
+            f"{path!r}: tensors of {dtype} cannot be saved", fqn=path, hint="convert it before"
+        )
+    return _NAMES[dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name in a manifest.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown dtype {name!r}")
+    return _BY_NAME[name]
+
+
+def file_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype under which a file holds the bytes of `dtype`: bytes, if safetensors does not have it."""
+    return dtype if dtype in DTYPES else torch.uint8

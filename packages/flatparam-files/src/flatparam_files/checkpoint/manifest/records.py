@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Self
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest.dtypes import dtype_name, dtype_named
 from flatparam_files.checkpoint.manifest.fields import (
     as_count,
     as_list,
@@ -22,6 +21,8 @@ from flatparam_files.checkpoint.manifest.fields import (
     as_text,
     bad_value,
     count,
+    dtype_name,
+    dtype_named,
     hash_digits,
     instance_of,
     json_tree,
@@ -40,12 +41,12 @@ _SHORTEST_HEADER: Final = 10
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file that `rank` writes."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks a piece of `nbytes` has."""
+    """Return how many blocks a piece of `nbytes` has."""
     return -(-nbytes // BLOCK_NBYTES)
 
 
@@ -66,7 +67,7 @@ class FilePiece:
 
     @classmethod
     def from_json(cls, tree: Any) -> Self:
-        """The piece of which `to_json` made `tree`; a ValueError says what is wrong."""
+        """Return the piece of which `to_json` made `tree`; a ValueError says what is wrong."""
         file, offset, start, stop, joined = as_list(tree, 5)
         hashes = re.findall(f".{{1,{_DIGITS_OF_A_HASH}}}", as_text(joined), re.DOTALL)
         return cls(file, offset, _span(start, stop), tuple(hashes))
@@ -140,7 +141,7 @@ class TensorRecord:
             raise bad_value(self, field, inline, f"{self.info.nbytes} bytes inline and no pieces")
 
     def to_json(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         tree: dict[str, Any] = {"dtype": dtype_name(self.info.dtype), "shape": list(self.info.shape)}
         if self.stride is not None:
             tree["stride"] = list(self.stride)
@@ -152,7 +153,7 @@ class TensorRecord:
 
     @classmethod
     def from_json(cls, tree: Any) -> Self:
-        """The record of which `to_json` made `tree`; a ValueError says what is wrong."""
+        """Return the record of which `to_json` made `tree`; a ValueError says what is wrong."""
         tree = as_object(tree)
         shape = [as_count(size) for size in as_list(tree["shape"])]
         info = TensorInfo(shape, dtype_named(as_text(tree["dtype"])))
@@ -194,7 +195,7 @@ class RankValue:
 
     @classmethod
     def from_json(cls, tree: Any) -> Self:
-        """The record of which `to_json` made `tree`; a ValueError says what is wrong."""
+        """Return the record of which `to_json` made `tree`; a ValueError says what is wrong."""
         rank, start, stop, value = as_list(tree, 4)
         return cls(rank, _span(start, stop), value)
 
@@ -227,7 +228,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, tree: Any, rank: int) -> Self:
-        """The record of which `to_json` made `tree`, of the file of `rank`; a ValueError says what is wrong."""
+        """Return the record of which `to_json` made `tree`, of the file of `rank`; a ValueError says what is wrong."""
         name, nbytes, header_nbytes, header_hash = as_list(tree, 4)
         if name != rank_file(rank):
             raise ValueError(f"file {rank} must be called {rank_file(rank)}, found {str(name)[:60]!r}")

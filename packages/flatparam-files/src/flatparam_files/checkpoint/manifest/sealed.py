@@ -21,7 +21,7 @@ __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 
 
 def seal(content: Any) -> bytes:
-    """The bytes that stand for `content` (what JSON has; floats finite, keys strings) and for nothing else.
+    """Return the bytes that stand for `content` (what JSON has; floats finite, keys strings) and for nothing else.
 
     Raises:
         CheckpointError: if it consists of so many values that no reader would take it.
@@ -47,7 +47,7 @@ def _canonical(content: Any) -> bytes:
 
 
 def unseal(data: bytes) -> Any:
-    """The content of which `seal` made `data`.
+    """Return the content of which `seal` made `data`.
 
     Raises:
         ValueError: if any byte has changed, saying so.
@@ -66,7 +66,7 @@ def unseal(data: bytes) -> Any:
 
 
 def read_sealed(path: AnyPath, *, follows_links: bool = True) -> Any:
-    """The content of a sealed file.
+    """Return the content of a sealed file.
 
     Args:
         follows_links: whether it may be a symbolic link to a regular file.

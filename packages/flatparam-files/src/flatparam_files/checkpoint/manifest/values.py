@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from flatparam_files.checkpoint.manifest.dtypes import dtype_name, dtype_named
+from flatparam_files.checkpoint.manifest.fields import dtype_name, dtype_named
 from flatparam_files.disk import (
     MAX_INTEGER_BITS,
     CheckpointError,
@@ -40,12 +40,12 @@ OMIT: Final = object()
 
 
 def reference(path: str) -> dict[str, str]:
-    """The stand-in for the tensor `path` in a tree."""
+    """Return the stand-in for the tensor `path` in a tree."""
     return {"$tensor": path}
 
 
 def inline(tensor: Tensor) -> dict[str, Any]:
-    """A small tensor as a value of its own."""
+    """Return a small tensor as a value of its own."""
     data = base64.b64encode(bytes(bytes_view(tensor.cpu()).tolist())).decode()
     return {"$inline": [dtype_name(tensor.dtype), list(tensor.shape), data]}
 
@@ -57,7 +57,7 @@ def _inlined(content: Any) -> Tensor:
 
 
 def encode(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """The JSON tree of `value`.
+    """Return the JSON tree of `value`.
 
     Args:
         value: dicts, lists, tuples, sets, strings, bytes, numbers, `None`, dtypes, devices, sizes, tensors, and arrays
@@ -182,7 +182,7 @@ def graft(tree: Any, parts: Sequence[str], value: Any) -> None:
 
 
 def decode(tree: Any, resolve: Callable[[str], Any]) -> Any:
-    """The value of which `encode` made `tree`.
+    """Return the value of which `encode` made `tree`.
 
     Args:
         resolve: gives the tensor of a path, or `OMIT`: then a dict lacks the entry, and a list has None there.

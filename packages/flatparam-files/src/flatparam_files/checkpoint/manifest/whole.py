@@ -85,7 +85,7 @@ class Manifest:
         return len(self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict for JSON."""
+        """Return a dict for JSON."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -104,7 +104,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, tree: Any) -> Self:
-        """The manifest of which `to_json` made `tree`; a ValueError says what is wrong, and where."""
+        """Return the manifest of which `to_json` made `tree`; a ValueError says what is wrong, and where."""
         tree = as_object(tree)
         if tree.get("format") != FORMAT or tree.get("version") != VERSION:
             raise ValueError(

@@ -1,7 +1,13 @@
 """Checkpoints as sources over stored tensors, and the trees of other programs brought into that form."""
 
 from flatparam_files.formats.stored.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged
-from flatparam_files.formats.stored.tensors import Storage, Stored, StridedTensor, read_boxes, row_major
+from flatparam_files.formats.stored.stored_tensors import (
+    Storage,
+    Stored,
+    StridedTensor,
+    read_boxes,
+    row_major,
+)
 from flatparam_files.formats.stored.whole_sources import (
     StoredSource,
     averages_as_model,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import CheckpointReader
 from flatparam_files.disk import CheckpointError, Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_files.formats.stored.tensors import Storage, Stored, read_boxes
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, read_boxes
 
 __all__ = ["StoredSource", "averages_as_model", "cast_model", "select", "stored_source", "tree_of", "watch"]
 
@@ -35,7 +35,7 @@ class StoredSource:
         return {path: stored.info for path, stored in self.stored.items()}
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """See `Source.read`; extra memory: a few chunks, also if the stored tensor is not contiguous."""
+        """The elements `span` of a tensor. Extra memory: a few chunks, also if the stored tensor is not contiguous."""
         return self.stored[path].read(span)
 
     def aliases(self) -> dict[str, str]:
@@ -47,7 +47,7 @@ class StoredSource:
         return {path: to for path, to in known.items() if to != path}
 
     def map_tensors(self, change: Callable[[str, Stored], Stored]) -> StoredSource:
-        """The same with `change(path, stored)` in place of each tensor."""
+        """Return the same with `change(path, stored)` in place of each tensor."""
         return attrs.evolve(self, stored={path: change(path, each) for path, each in self.stored.items()})
 
 
@@ -60,7 +60,6 @@ class _TensorOfSource(Stored):
     path: str
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         return self.source.read(self.path, span)
 
     def storages(self) -> Iterator[Storage]:
@@ -78,7 +77,6 @@ class _Reordered(Stored):
     strides: tuple[int, ...]
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         held = torch.empty(self.info.numel, dtype=self.info.dtype, device="cpu")
         at = 0
         for chunk in self.reader.read_stored(self.path, Span(0, self.info.numel)):
@@ -110,7 +108,7 @@ def stored_source(source: Source) -> StoredSource:
 
 
 def select(source: Source, parts: Sequence[str]) -> StoredSource:
-    """The parts of a source that are named: `"model"`, `"optimizer"`, `"extra"`."""
+    """Return the parts of a source that are named: `"model"`, `"optimizer"`, `"extra"`."""
     whole = stored_source(source)
     return attrs.evolve(
         whole,
@@ -120,7 +118,7 @@ def select(source: Source, parts: Sequence[str]) -> StoredSource:
 
 
 def averages_as_model(source: Source, name: str = "") -> StoredSource:
-    """The averages of a model that a checkpoint of ours has, as if they were the model, without everything else.
+    """Return the averages of a model that a checkpoint of ours has, as if they were the model, without everything else.
 
     Args:
         name: of these averages, if there are several by name.
@@ -153,18 +151,16 @@ class _Cast(Stored):
     stored: Stored
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         for piece in chunk_spans(span, max(self.info.dtype.itemsize, self.stored.info.dtype.itemsize)):
             for chunk in self.stored.read(piece):
                 yield chunk.to(self.info.dtype)
 
     def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
         return self.stored.storages()
 
 
 def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
-    """The same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
+    """Return the same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
 
     Raises:
         CheckpointError: if `dtype` is not one of floating-point numbers.
@@ -190,23 +186,21 @@ class _Watched(Stored):
     observe: Callable[[int], object]
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
         for chunk in self.stored.read(span):
             yield chunk
             self.observe(chunk.nbytes)
 
     def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
         return self.stored.storages()
 
 
 def watch(source: Source, observe: Callable[[int], object]) -> StoredSource:
-    """The same; `observe` is called with the bytes of each chunk once it was used."""
+    """Return the same; `observe` is called with the bytes of each chunk once it was used."""
     return stored_source(source).map_tensors(lambda _, stored: _Watched(stored.info, stored, observe))
 
 
 def tree_of(source: Source) -> dict[str, Any]:
-    """The tree of a source: its values, with a `Stored` in the place of each tensor."""
+    """Return the tree of a source: its values, with a `Stored` in the place of each tensor."""
     tree: dict[str, Any] = _copied(source.values)
     for path, stored in stored_source(source).stored.items():
         *parents, name = split_path(path)
@@ -218,7 +212,7 @@ def tree_of(source: Source) -> dict[str, Any]:
 
 
 def _copied(values: Any) -> Any:
-    """The same, with the tuples that hold containers as lists, so that tensors can be put in their places."""
+    """Return the same, with the tuples that hold containers as lists, so that tensors can be put in their places."""
     if isinstance(values, Mapping) and not isinstance(values, Counter):
         return {key: _copied(value) for key, value in values.items()}
     if type(values) not in (list, tuple):

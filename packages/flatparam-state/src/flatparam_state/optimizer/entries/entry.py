@@ -37,7 +37,7 @@ def copy_value(value: Any, device: torch.device | None) -> Any:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same; tensors by their elements, dtype and shape."""
+    """Return whether two values are the same; tensors by their elements, dtype and shape."""
     if a is b:
         return True
     # To compare their elements, ranks would have to communicate.

@@ -29,17 +29,17 @@ class PerRank:
     """The part of the parameter that a rank holds, and its value."""
 
     def to_entry(self) -> dict[str, Any]:
-        """The entry of a state dict; see `PER_RANK`."""
+        """Return the entry of a state dict; see `PER_RANK`."""
         return {
             PER_RANK: [{"interval": [part.start, part.stop], "value": value} for part, value in self.values]
         }
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Self:
-        """The state of which `to_entry` made `entry`."""
+        """Return the state of which `to_entry` made `entry`."""
         return cls(tuple((Span(*each["interval"]), each["value"]) for each in entry[PER_RANK]))
 
 
 def is_per_rank(entry: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether an entry of a state dict is that of a `PerRank`."""
+    """Return whether an entry of a state dict is that of a `PerRank`."""
     return isinstance(entry, Mapping) and PER_RANK in entry

@@ -22,7 +22,7 @@ def complete_groups(groups: Sequence[dict[str, Any]], held: Mapping[str, int]) -
 
 
 def named_group(group: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
-    """The group with the names of parameters, also if the optimizer was made from named parameters."""
+    """Return the group with the names of parameters, also if the optimizer was made from named parameters."""
     meant = holding.resolve(group["params"])
     fqns = [fqn for key in group["params"] for fqn in meant[key].fqns]
     return {**group, **{key: list(fqns) for key in ("params", "param_names") if key in group}}

@@ -38,13 +38,13 @@ class Held:
         return self.place is not None and self.parameter is self.place.handle.flat_param
 
     def is_cut(self, name: str, value: object) -> bool:
-        """Whether `value`, the optimizer's state `name`, is shaped like the parameter, and cut like it."""
+        """Return whether `value`, the optimizer's state `name`, is shaped like the parameter, and cut like it."""
         if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape:
             return False
         return self.part_states is None or name in self.part_states
 
     def is_kept_once(self, name: str) -> bool:
-        """Whether the optimizer's state `name` may be on one rank alone, in one of the replicas."""
+        """Return whether the optimizer's state `name` may be on one rank alone, in one of the replicas."""
         return self.part_states is not None and name not in self.part_states
 
     @property
@@ -56,7 +56,7 @@ class Held:
 
 
 def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[int, Held]:
-    """Every parameter of `model` that an optimizer may hold, by identity.
+    """Return every parameter of `model` that an optimizer may hold, by identity.
 
     Args:
         model: the sharded model.
@@ -83,7 +83,7 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps, inside those of accelerate and others that pass everything on to it."""
+    """Return the optimizer that steps, inside those of accelerate and others that pass everything on to it."""
     for name in ("optimizer", "_optimizer"):
         inner = vars(optimizer).get(name)
         if isinstance(inner, torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def held_by(
     optimizer: torch.optim.Optimizer, held: Mapping[int, Held]
 ) -> Iterator[tuple[dict[str, object], list[Held]]]:
-    """The groups of `optimizer`, each with what its parameters stand for.
+    """Yield the groups of `optimizer`, each with what its parameters stand for.
 
     Raises:
         FlatParamError: if a parameter is not the model's, saying which.
@@ -124,7 +124,7 @@ class Holding:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Self:
-        """The parameters of `model` that `optimizer` holds.
+        """Return the parameters of `model` that `optimizer` holds.
 
         Raises:
             FlatParamError: if a parameter is not the model's, saying which.
@@ -145,7 +145,7 @@ class Holding:
         return [item for _, found in self.groups for item in found]
 
     def resolve(self, keys: Iterable[object]) -> dict[object, Held]:
-        """The parameter that each of `keys` stands for, which is a number or a name; other keys are absent."""
+        """Return the parameter that each of `keys` stands for, which is a number or a name; other keys are absent."""
         items = self.items
         found: dict[object, Held] = {}
         for key in keys:

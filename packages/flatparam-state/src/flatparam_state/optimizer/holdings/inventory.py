@@ -127,7 +127,7 @@ def first_hole(ranks: Mapping[int, Inventory], fqns: Sequence[str]) -> Hole | No
 
 
 def _flags(row: bytes) -> int:
-    """A number with one byte for each of `row`: 1 for one that is not zero."""
+    """Return a number with one byte for each of `row`: 1 for one that is not zero."""
     return int.from_bytes(row.translate(_NON_ZERO), "little")
 
 
@@ -202,7 +202,7 @@ def agree_on_holdings(
 
 
 def with_states(places: Sequence[Place], states: Iterable[Held], is_able: bool) -> frozenset[str] | None:
-    """The parameters of `places` of which the optimizer of some rank has a state; every rank calls it.
+    """Return the parameters of `places` of which the optimizer of some rank has a state; every rank calls it.
 
     Args:
         states: those of which this rank's has one.

@@ -1,0 +1,198 @@
+"""The contribution of one rank to a checkpoint, and its report once its file is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from flatparam_core import Span
+from flatparam_files.checkpoint.manifest import FileRecord, RankValue, TensorRecord, encode, read_sealed, seal
+from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
+from flatparam_files.disk import CHUNK_NBYTES, CheckpointError, TensorInfo, new_file
+
+__all__ = ["Contribution", "OwnedPiece", "Ticket", "row_major_chunks", "RankReport", "report_path"]
+
+
+@final
+@attrs.frozen(eq=False)
+class OwnedPiece:
+    """Elements `span` (in memory order) of the tensor `path`, which this rank writes; `chunks` gives them in order."""
+
+    path: str
+    record: TensorRecord
+    span: Span
+    chunks: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.span.numel * self.record.info.dtype.itemsize
+
+    def staged(self) -> Self:
+        """Return the same piece with its elements copied to host memory."""
+        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
+        done = 0
+        for chunk in self.chunks():
+            copy[done : done + chunk.numel()].copy_(chunk.detach().reshape(-1))
+            done += chunk.numel()
+        return attrs.evolve(self, chunks=lambda: (copy,))
+
+
+def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
+    if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
+        yield tensor.detach().reshape(-1)
+    else:
+        for row in tensor.detach().unbind(0):
+            yield from row_major_chunks(row)
+
+
+def row_major_on_demand(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:
+    """Gives `row_major_chunks` of `tensor` when it is called."""
+    return lambda: row_major_chunks(tensor)
+
+
+@final
+@attrs.frozen
+class Ticket:
+    """A save that has begun: everything that the ranks must know of it."""
+
+    step: int
+    save_id: str
+    follows: str | None
+    temporary: Path
+    number: int = 1
+    """The number that this save will have in its directory."""
+
+
+@final
+@attrs.define(eq=False)
+class Contribution:
+    """Everything that one rank saves: the pieces that it writes, and what goes into the manifest by its word."""
+
+    pieces: list[OwnedPiece] = attrs.field(factory=list)
+    rank_values: dict[str, RankValue] = attrs.field(factory=dict)
+    """The states that are not cut like their parameter, by path."""
+    aliases: dict[str, str] = attrs.field(factory=dict)
+    values: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """The most bytes that it will take on the disk, with the header, the report and its share of the manifest."""
+        names = sum(2 * len(piece.path) + 256 + piece.nbytes // 2**14 for piece in self.pieces)
+        values = len(json.dumps([self.values, [each.to_json() for each in self.rank_values.values()]]))
+        return self.nbytes + 2 * (names + values) + 2**15
+
+    def add_values(self, at: tuple[str, ...], value: Any) -> None:
+        """Add a tree of the user's, with its tensors, under the keys `at`."""
+        tensors: dict[str, Tensor] = {}
+        tree = encode(value, at, tensors)
+        parent = self.values
+        for key in at[:-1]:
+            parent = parent.setdefault(key, {})
+        parent[at[-1]] = tree
+        for path, tensor in tensors.items():
+            record = TensorRecord(TensorInfo(tensor.shape, tensor.dtype))
+            piece = OwnedPiece(path, record, Span(0, tensor.numel()), row_major_on_demand(tensor))
+            self.pieces.append(piece)
+
+    def tree(self, *at: str) -> Any:
+        """Return the encoded tree under the keys `at` of `values`."""
+        tree: Any = self.values
+        for key in at:
+            tree = tree[key]
+        return tree
+
+    def staged(self) -> Self:
+        """Return the same with all bytes in host memory of its own."""
+        return attrs.evolve(self, pieces=[piece.staged() for piece in self.pieces])
+
+
+# The report of a rank that has written its file
+
+
+_ONE_DIRECTORY: Final = (
+    "all ranks must see one and the same directory: name one on a file system that all hosts share"
+)
+
+
+@final
+@attrs.frozen
+class RankReport:
+    """That a rank has written its file, and what is in it."""
+
+    save_id: str
+    rank: int
+    file: FileRecord
+    tensors: Mapping[str, TensorRecord]
+    rank_values: Mapping[str, RankValue]
+    aliases: Mapping[str, str]
+    values: Any
+
+    def write(self, directory: Path, on_moment: OnMoment = nothing) -> None:
+        """Put it into `directory`, whole or not at all."""
+        path = report_path(directory, self.rank)
+        new = path.with_suffix(".new")
+        with new_file(new, buffering=1 << 16) as file:
+            file.write(seal(self._to_json()))
+        new.replace(path)
+        on_moment(Moment.REPORTED)
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "save_id": self.save_id,
+            "rank": self.rank,
+            "file": self.file.to_json(),
+            "tensors": {path: record.to_json() for path, record in self.tensors.items()},
+            "copies": {path: each.to_json() for path, each in self.rank_values.items()},
+            "aliases": dict(self.aliases),
+            "values": self.values,
+        }
+
+    @classmethod
+    def read(cls, directory: Path, rank: int, save_id: str) -> Self:
+        """Return the report of `rank` in `directory`.
+
+        Raises:
+            CheckpointError: if it is not there, or of a different save, or the file is not as it says.
+        """
+        path = report_path(directory, rank)
+        if not path.exists():
+            raise CheckpointError(
+                f"{path}: rank {rank} wrote this file, rank 0 finds none",
+                path=path,
+                rank=rank,
+                hint=_ONE_DIRECTORY,
+            )
+        tree = read_sealed(path)
+        if (tree["save_id"], tree["rank"]) != (save_id, rank):
+            raise CheckpointError(f"{path}: expected rank {rank} of save {save_id}", path=path, rank=rank)
+        file = FileRecord.from_json(tree["file"], rank)
+        found = (directory / file.name).stat().st_size
+        if found != file.nbytes:
+            raise CheckpointError(
+                f"{directory / file.name}: rank {rank} wrote {file.nbytes:,} bytes, rank 0 finds {found:,}",
+                path=directory / file.name,
+                rank=rank,
+                hint=_ONE_DIRECTORY,
+            )
+        tensors = {at: TensorRecord.from_json(record) for at, record in tree["tensors"].items()}
+        values = {at: RankValue.from_json(each) for at, each in tree["copies"].items()}
+        return cls(save_id, rank, file, tensors, values, tree["aliases"], tree["values"])
+
+
+def report_path(directory: Path, rank: int) -> Path:
+    """Return the path of the report of rank `rank`."""
+    return directory / f"rank-{rank:05d}.done"

@@ -1,1 +1,0 @@
-"""Checkpoints that DeepSpeed's ZeRO writes."""

@@ -1,1 +1,0 @@
-"""Models as Hugging Face libraries keep them."""
