@@ -45,7 +45,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(497, 350),
     "files under 100 lines": Budget(235, 110),
-    "lines": Budget(67_018, 52_000),
+    "lines": Budget(67_014, 52_000),
     "lines of imports and `__all__`, per mille": Budget(111, 80),
     "file names that occur twice or more": Budget(37, 15),
     "lines of the median function": Budget(6, 6),

@@ -24,7 +24,7 @@ _ERROR: Final = (
     "ten of twelve such predictions were within 10 % of the median, "
     "the others 11 % below and 20 % above (docs/plans.md)"
 )
-"""The errors that `nox -s plan -- times` has measured."""
+"""The errors that `nox -s run -- plan times` has measured."""
 
 
 @final
