@@ -31,7 +31,7 @@ def rows() -> list[tuple[str, list[str]]]:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """A class's name says which one is meant, wherever in the layers and add-ons it is read; tools know nothing of them."""
+    """A name says which class of the layers and add-ons is meant, wherever it is read; tools know nothing of these."""
     tools = tuple(f"packages/{tool}/" for tool in TOOLS)
     own = {name: [file for file in files if not file.startswith(tools)] for name, files in homes().items()}
     assert {name: files for name, files in own.items() if len(files) > 1} == {}
