@@ -141,3 +141,11 @@ def test_the_frozen_names_are_those_of_the_wrapper() -> None:
     assert {"install", "uninstall", "Installation"} <= set(frozen["flatparam"])
     assert "rekey_optim_state_dict" in frozen["flatparam"]["FullyShardedDataParallel"]
     assert set(frozen["flatparam.algorithms._comm_hooks.default_hooks"]) == set(default_hooks.__all__)
+
+
+def test_a_program_runs_without_the_files(tmp_path: Path) -> None:
+    """`flatparam run` needs no `flatparam_files`, which the other commands share."""
+    program = tmp_path / "program.py"
+    program.write_text("print('runs')\n")
+    run = f"from flatparam.command import main\nprint(main(['run', {str(program)!r}]))\n"
+    assert said(f"sys.modules['flatparam_files'] = None\n{run}") == "runs\n0\n"

@@ -180,7 +180,7 @@ PICKLES = {
     )),
     "a hash of tuples": (AGAIN, popped(DAG + b"ccollections\nOrderedDict\n](h\x7fN\x86e\x85R")),
     "a text of tuples": (AGAIN, popped(DAG + b"ctorch\ndevice\nh\x7fK\x00\x86R")),
-    "a name of tuples": ("a name is no text", popped(DAG + b"h\x7f\x93")),
+    "a name of tuples": ("expected text as a name, found something else", popped(DAG + b"h\x7f\x93")),
     "a storage of tuples": (AGAIN, DAG + b"Q"),
     "a list in itself": ("a container holds itself", b"]q\x00h\x00a"),
     "a long integer": ("an integer of 31,999 bits", b"\x8b" + struct.pack("<i", 4000) + b"\x7f" * 4000),

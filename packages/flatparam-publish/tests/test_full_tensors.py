@@ -222,7 +222,7 @@ def test_no_file_is_half(tmp_path: Path) -> None:
         publish(model, tmp_path / "model.safetensors")
         with pytest.raises(PublishError, match="rank 0: CheckpointError: .* exists already"):
             publish(model, tmp_path / "model.safetensors")
-        with pytest.raises(PublishError, match="is no directory"):
+        with pytest.raises(PublishError, match="expected a directory, found none"):
             publish(model, tmp_path / "nowhere" / "model.safetensors")
         return [path.name for path in tmp_path.iterdir()]
 

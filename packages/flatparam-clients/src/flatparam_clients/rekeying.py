@@ -69,7 +69,7 @@ def _rekeyed(state: Mapping[str, Any], new_keys: Mapping[Any, Any]) -> dict[str,
     for key in keys:
         if key not in new_keys:
             raise FlatParamError(
-                f"the optimizer state has an entry for {key!r}, which is no parameter of the optimizer; it knows "
+                f"the optimizer state has an entry for {key!r}, which the optimizer has no parameter for; it knows "
                 f"{list(new_keys)[:5]} and so on, {len(new_keys)} in all"
             )
     return {

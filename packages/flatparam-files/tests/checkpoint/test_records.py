@@ -65,7 +65,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         MANIFEST,
         {"tensors": {"model/a": attrs.evolve(RECORD, pieces=(attrs.evolve(PIECE, file=1),))}},
-        "'model/a': there is no file 1",
+        "'model/a': expected the file 1 in the manifest, found none",
     ),
     (
         MANIFEST,

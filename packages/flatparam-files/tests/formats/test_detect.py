@@ -45,7 +45,9 @@ def test_paths_that_do_not_go_together(tmp_path: Path) -> None:
         open_source(*both)
     with pytest.raises(CheckpointError, match="expected one path"):
         open_source(*both, format="safetensors")
-    with pytest.raises(UnknownFormatError, match="'keras' is no format; expected one of flatparam"):
+    with pytest.raises(
+        UnknownFormatError, match="expected the name of a format, found 'keras'; expected one of flatparam"
+    ):
         open_source(both[0], format="keras")
 
 

@@ -130,7 +130,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
         ("[]", "has no 'weight_map'"),
         ("{", "is no JSON"),
         ('{"weight_map": {}}', "has no 'weight_map'"),
-        ('{"weight_map": {"w": "../m.safetensors"}}', "which is no file beside it"),
+        ('{"weight_map": {"w": "../m.safetensors"}}', "which is not a file beside it"),
         ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors"),
         ('{"weight_map": {"v": "m.safetensors"}}', "says that 'v' is in m.safetensors, and it is not"),
     ],

@@ -105,7 +105,7 @@ class WatchedCall:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames from the innermost to the outermost."""
+    """Yield the frames from the innermost to the outermost."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -145,7 +145,7 @@ def stuck_among(stands: Mapping[int, Stand]) -> dict[int, Stand]:
 
 
 def _is_free(rank: int, stand: Stand, left: Mapping[int, Stand]) -> bool:
-    """Whether a wait of the rank may end, if those in `left` do not go on."""
+    """Return whether a wait of the rank may end, if those in `left` do not go on."""
     for wait in stand.waits:
         others = [each for each in wait.members if each != rank]
         if not wait.is_torchs:
@@ -166,7 +166,7 @@ def _is_late(other: Stand, wait: Wait) -> bool:
 
 
 def _has_not_joined(other: Stand, mine: Stand, wait: Wait) -> bool:
-    """Whether a rank that stands elsewhere has not issued the call of torch that `wait` is in."""
+    """Return whether a rank that stands elsewhere has not issued the call of torch that `wait` is in."""
     if any(each.is_torchs and (each.group, each.number) == (wait.group, wait.number) for each in other.waits):
         return False
     if other.of_torch.get(wait.group, 0) < wait.number:
@@ -254,7 +254,7 @@ class Deadlocks:
         self._asked, self._answers = {}, {}
 
     def next_question(self) -> tuple[int, list[int]]:
-        """The number of a question, and the ranks to ask where they stand now; none if nobody seems stuck."""
+        """Return the number of a question, and the ranks to ask where they stand now; none if nobody seems stuck."""
         if self._asked or not self._is_changed:
             return 0, []
         self._is_changed = False
@@ -266,7 +266,7 @@ class Deadlocks:
         return self._serial, [*self._asked]
 
     def found(self) -> Knot | None:
-        """The ranks that are stuck, once each; None if there are none, as far as known."""
+        """Return the ranks that are stuck, once each; None if there are none, as far as known."""
         if self._asked or not self._answers:
             return None
         stuck = stuck_among(self._answers)

@@ -55,7 +55,7 @@ class FailureReport:
 
     @classmethod
     def of(cls, rank: int, error: BaseException | None, where: str) -> FailureReport:
-        """The failure of `rank` by an exception; None if nobody can say which one."""
+        """Return the failure of `rank` by an exception; None if nobody can say which one."""
         if error is None:
             return cls(rank, rank, _UNKNOWN, "its own output shows which one", where, "", ACTIVITY.steps)
         first = cause_among(error, PeerError)
@@ -72,12 +72,12 @@ class FailureReport:
 
     @classmethod
     def death(cls, rank: int, message: str) -> FailureReport:
-        """The end of the process of `rank`, as others have noticed it."""
+        """Return the end of the process of `rank`, as others have noticed it."""
         return cls(rank, rank, _ENDED, message, is_final=True)
 
     @classmethod
     def departure(cls, rank: int, message: str) -> FailureReport:
-        """The end of the program of `rank`, or of its process group, without any failure."""
+        """Return the end of the program of `rank`, or of its process group, without any failure."""
         return cls(rank, rank, _LEFT, message, is_final=True)
 
     @classmethod
@@ -87,15 +87,15 @@ class FailureReport:
 
     @classmethod
     def from_words(cls, words: dict[str, Any]) -> FailureReport:
-        """The record that `to_words` has made."""
+        """Return the record that `to_words` has made."""
         return cls(**words)
 
     def to_words(self) -> dict[str, Any]:
-        """The record as plain values."""
+        """Return the record as plain values."""
         return attrs.asdict(self)
 
     def passed_on_by(self, rank: int) -> FailureReport:
-        """The failure of `rank`, which has waited for this one."""
+        """Return the failure of `rank`, which has waited for this one."""
         told = (self.kind, self.message, self.where, self.traceback, self.steps)
         return FailureReport(rank, self.culprit, *told)
 
@@ -125,5 +125,5 @@ class FailureReport:
         return not (self.is_consequence or self.is_final or self.diverged)
 
     def as_cause(self) -> RemoteFailure:
-        """The cause of the errors that other ranks raise."""
+        """Return the cause of the errors that other ranks raise."""
         return RemoteFailure(self.kind, self.message, self.where, self.traceback, self.steps)

@@ -47,7 +47,7 @@ class TellsOfFailures(Protocol):
         ...
 
     def final_failure(self, calls: GroupCalls) -> FailureReport | None:
-        """The failure of a member of the group that will issue no collective any more."""
+        """Return the failure of a member of the group that will issue no collective any more."""
         ...
 
     def tell(self, failure: FailureReport) -> None:
@@ -165,7 +165,7 @@ class GroupCalls:
         return self._page.enter(self.issued, site, code_of(site.op, dtype, detail), numel)
 
     def wait_for(self, site: Site, number: int, wait: Callable[[], T]) -> T:
-        """The result of `wait`, which returns when collective `number` is complete.
+        """Return the result of `wait`, which returns when collective `number` is complete.
 
         Raises:
             CommError: in the place of an exception of the backend; it names the rank, the collective, and who failed
@@ -269,7 +269,7 @@ class GroupCalls:
         return self.issued + self._is_meeting
 
     def place_of(self, number: int) -> int:
-        """The number of collective `number` among all of the process group, torch's own too, or a later one.
+        """Return the number of collective `number` among all of the process group, torch's own too, or a later one.
 
         It is 0 if it does not go through the process group.
         """

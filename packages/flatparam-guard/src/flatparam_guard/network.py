@@ -18,7 +18,7 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 def network_of_host() -> str:
-    """The namespace of the network: in a different one, 127.0.0.1 is a different host."""
+    """Return the namespace of the network: in a different one, 127.0.0.1 is a different host."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:
@@ -26,7 +26,7 @@ def network_of_host() -> str:
 
 
 def host_names() -> list[str]:
-    """The names and addresses by which other hosts may reach this one, the likeliest first."""
+    """Return the names and addresses by which other hosts may reach this one, the likeliest first."""
     found = []
     for variable in _INTERFACE_VARIABLES:
         for interface in filter(None, os.environ.get(variable, "").split(",")):
@@ -42,7 +42,7 @@ def host_names() -> list[str]:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface."""
+    """Return the IPv4 address of a network interface."""
     fcntl = importlib.import_module("fcntl")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         packed = struct.pack("256s", interface.encode()[:15])

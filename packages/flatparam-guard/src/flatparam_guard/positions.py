@@ -39,11 +39,11 @@ class Neighbours(Protocol):
     """The memory of the other processes of this host."""
 
     def find(self, rank: int, key: int) -> memoryview | None:
-        """The page with this key of `rank`, as far as it is known by now."""
+        """Return the page with this key of `rank`, as far as it is known by now."""
         ...
 
     def describe(self, rank: int) -> str:
-        """The process of `rank`, and whether it is stopped."""
+        """Return the process of `rank`, and whether it is stopped."""
         ...
 
 
@@ -59,7 +59,7 @@ class Position:
 
     @classmethod
     def from_words(cls, code: int, numel: int) -> Position:
-        """The position with this code (see `code_of`) and number of elements."""
+        """Return the position with this code (see `code_of`) and number of elements."""
         return cls(_OPS[code >> 24], _DTYPES[code >> 16 & 0xFF], numel, code & 0xFFFF)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class Standing:
 
     @classmethod
     def told_by(cls, words: memoryview, process: str) -> Standing:
-        """The standing of the rank that has written these words."""
+        """Return the standing of the rank that has written these words."""
         headers = _headers(words).tolist()
         header = max(headers)
         if header == 0:
@@ -117,7 +117,7 @@ class Standings:
         self.page.found = [(rank, words) for rank, words in found if words is not None]
 
     def last_of(self, rank: int) -> str | None:
-        """The last collective of `rank` of the world, and after which step; None if its memory is not known.
+        """Return the last collective of `rank` of the world, and after which step; None if its memory is not known.
 
         It is empty if there was none.
         """
@@ -128,18 +128,18 @@ class Standings:
         return f"{call}, {told_steps(theirs[_STEPS])}" if call else ""
 
     def others(self) -> dict[int, Standing]:
-        """The standing of each other rank of this host, by its number within the world."""
+        """Return the standing of each other rank of this host, by its number within the world."""
         found = self._there()
         return {
             rank: Standing.told_by(words, self.neighbours.describe(rank)) for rank, words in found.items()
         }
 
     def _there(self) -> dict[int, memoryview]:
-        """The pages of the ranks that have not left the group."""
+        """Return the pages of the ranks that have not left the group."""
         return {rank: words for rank, words in self.page.found if words[0] == self.page.key}
 
     def own(self, process: str) -> Standing:
-        """The standing of this rank, whose process is described so."""
+        """Return the standing of this rank, whose process is described so."""
         return Standing.told_by(self.page.words, process)
 
     def describe_late(self, number: int) -> str:
@@ -210,7 +210,7 @@ class Board:
                 os.close(theirs)
 
     def page(self, name: str) -> Page | None:
-        """This process's page of the group `name`; None if there is none left."""
+        """Return this process's page of the group `name`; None if there is none left."""
         key = _key_of(name)
         for words in _pages(self._words):
             if words[0] in (0, key):
@@ -218,12 +218,12 @@ class Board:
         return None
 
     def describe(self, rank: int) -> str:
-        """The process of `rank`, and whether it is stopped."""
+        """Return the process of `rank`, and whether it is stopped."""
         pid = self._pids[rank]
         return f"process {pid}, which is stopped" if is_stopped(pid) else f"process {pid}"
 
     def find(self, rank: int, key: int) -> memoryview | None:
-        """The page with this key of `rank`, as far as it is known by now."""
+        """Return the page with this key of `rank`, as far as it is known by now."""
         theirs = self._peers.get(rank)
         return None if theirs is None else next((each for each in _pages(theirs) if each[0] == key), None)
 
@@ -267,12 +267,12 @@ _DTYPE_CODES: Final = {dtype: number << 16 for number, dtype in enumerate(_DTYPE
 
 
 def code_of(op: str, dtype: torch.dtype | None, detail: int) -> int:
-    """A collective without its number of elements, in 31 bits; `detail` is the reduction, or the root."""
+    """Return a collective without its number of elements, in 31 bits; `detail` is the reduction, or the root."""
     return _OP_CODES[op] | _DTYPE_CODES[dtype] | (detail & 0xFFFF)
 
 
 def _key_of(name: str) -> int:
-    """The first word of the page of the group `name`; never 0."""
+    """Return the first word of the page of the group `name`; never 0."""
     return crc32(name.encode()) + 1
 
 
@@ -330,6 +330,6 @@ class Page:
 
 
 def _padded(text: str) -> bytes:
-    """The text in exactly as many bytes as there are for it."""
+    """Return the text in exactly as many bytes as there are for it."""
     nbytes = _TEXT.stop - _TEXT.start
     return text.encode()[:nbytes].ljust(nbytes, b"\0")

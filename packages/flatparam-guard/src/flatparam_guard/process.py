@@ -115,7 +115,7 @@ def _calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
 
 
 def _relay_for(group: ProcessGroup) -> Relay | None:
-    """The relay that a group takes part in, or None if it cannot, or shall not."""
+    """Return the relay that a group takes part in, or None if it cannot, or shall not."""
     if not _SETTING.is_on:
         _end()
         return None
@@ -168,7 +168,7 @@ def _end() -> None:
 
 
 def secret_of_ranks() -> str:
-    """A text that the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
+    """Return a text that the ranks of the world know, and nobody else who reaches the store; empty without a relay."""
     return "" if _NOW.relay is None else _NOW.relay.secret
 
 

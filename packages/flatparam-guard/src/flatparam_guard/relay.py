@@ -170,7 +170,7 @@ class Relay:
                 self._changed.wait(0.05)
 
     def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
-        """The failure of a peer that explains why a collective of the group has failed; None if none is known.
+        """Return the failure of a peer that explains why a collective of the group has failed; None if none is known.
 
         Args:
             patience: the seconds to wait for one.
@@ -186,7 +186,7 @@ class Relay:
                 self._changed.wait(0.05)
 
     def final_failure(self, calls: GroupCalls) -> FailureReport | None:
-        """The failure of a member of the group that will issue no collective any more."""
+        """Return the failure of a member of the group that will issue no collective any more."""
         members = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
         return next((failure for failure in members if failure.is_final), None)
 
@@ -256,7 +256,7 @@ class Relay:
             self._changed.notify_all()
 
     def _patience(self) -> float:
-        """The seconds until it is time to say something, or to give up a peer that has not gone on."""
+        """Return the seconds until it is time to say something, or to give up a peer that has not gone on."""
         now = time.monotonic()
         own = self._own
         settings = self.settings
@@ -436,12 +436,12 @@ class Relay:
                 _LOGGER.warning("%s", warning)
 
     def _is_lost_hub(self, rank: int, failure: FailureReport) -> bool:
-        """Whether `rank` has passed on the news and has failed: no news of any other rank can come any more."""
+        """Return whether `rank` has passed on the news and has failed: no news of any other rank can come any more."""
         is_hub = rank == self._star.hub and self.rank != rank
         return is_hub and failure.is_final and not failure.is_departure and not self._star.is_connected
 
     def _best(self, calls: GroupCalls) -> FailureReport | None:
-        """The failure that says most about why a collective of the group has failed."""
+        """Return the failure that says most about why a collective of the group has failed."""
         found = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
         found.sort(key=lambda failure: (failure.is_vague, failure.is_departure, failure.is_consequence))
         return found[0] if found else None

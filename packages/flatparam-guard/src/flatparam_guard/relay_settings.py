@@ -15,7 +15,7 @@ _OFF: Final = ("0", "off", "false", "no")
 
 
 def _seconds(default: float, ways: str) -> float:
-    """A field whose `ways` is the sentence that the documentation has of it."""
+    """Return a field whose `ways` is the sentence that the documentation has of it."""
     field: float = attrs.field(default=default, metadata={"ways": ways})
     return field
 
@@ -71,7 +71,7 @@ class RelaySettings:
 
     @classmethod
     def read(cls) -> RelaySettings:
-        """The settings by the environment; a number that is none is warned of and left out."""
+        """Return the settings by the environment; a number that is none is warned of and left out."""
         found = {}
         for name in cls.variables():
             text = os.environ.get(name, "")
@@ -86,7 +86,7 @@ class RelaySettings:
 
     @classmethod
     def variables(cls) -> dict[str, str]:
-        """The environment variables of the numbers, with the fields that they set."""
+        """Return the environment variables of the numbers, with the fields that they set."""
         names = [field.name for field in attrs.fields(cls) if "ways" in field.metadata]
         return {f"{_PREFIX}_{name.upper()}": name for name in names}
 

@@ -85,7 +85,7 @@ class _Line:
         return True
 
     def receive(self) -> tuple[list[dict[str, Any]], str | None]:
-        """The messages that have arrived, and why no more will come, if so."""
+        """Return the messages that have arrived, and why no more will come, if so."""
         reason: str | None = None
         try:
             data = self.socket.recv(1 << 16)
@@ -102,7 +102,7 @@ class _Line:
             return [], GARBLED
 
     def take(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that end with `data`; raises ValueError if they are none."""
+        """Return the messages that end with `data`; raises ValueError if they are none."""
         self.buffer += data
         *lines, rest = bytes(self.buffer).split(b"\n")
         if len(rest) > _LONGEST_LINE:
@@ -131,7 +131,7 @@ class _Guest:
         return not data or b"\n" in self.said or len(self.said) > _LONGEST_HELLO
 
     def rank(self, secret: str) -> int | None:
-        """The rank that it says it is; None if it does not know the secret."""
+        """Return the rank that it says it is; None if it does not know the secret."""
         try:
             told = json.loads(self.said.partition(b"\n")[0])
         # Brackets can be nested deeper than the parser goes.
@@ -416,7 +416,7 @@ class Star:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    """The message in a line; raises ValueError if there is none."""
+    """Return the message in a line; raises ValueError if there is none."""
     try:
         told = json.loads(line)
     # Brackets can be nested deeper than the parser goes.

@@ -96,7 +96,7 @@ class Survivors:
         return ACTIVITY.is_in_step
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Every rank's picklable `value`, in rank order.
+        """Return every rank's picklable `value`, in rank order.
 
         Raises:
             CollectiveError: if a rank has not come in time.

@@ -71,14 +71,14 @@ class Stand:
 
     @classmethod
     def from_words(cls, words: dict[str, Any]) -> Stand:
-        """The stand that `to_words` has made."""
+        """Return the stand that `to_words` has made."""
         waits = tuple(Wait(**{**each, "members": tuple(each["members"])}) for each in words["waits"])
         failure = words["failure"]
         told = None if failure is None else FailureReport.from_words(failure)
         return cls(words["key"], waits, words["counts"], words["of_torch"], told)
 
     def to_words(self) -> dict[str, Any]:
-        """The stand as plain values."""
+        """Return the stand as plain values."""
         return attrs.asdict(self)
 
 
@@ -97,7 +97,7 @@ class WaitWatch:
     def look(
         self, everything: Iterable[GroupCalls], failure: FailureReport | None, now: float
     ) -> Stand | None:
-        """Where the process stands; None if it may go on by itself.
+        """Return where the process stands; None if it may go on by itself.
 
         Args:
             everything: the calls of its groups.
@@ -127,7 +127,7 @@ class WaitWatch:
 
 
 def _waits(calls: list[GroupCalls]) -> list[tuple[object, Wait]] | None:
-    """The wait of each thread that issues collectives, with a mark of it; None if one of them does not wait."""
+    """Return the wait of each thread that issues collectives, with a mark of it; None if one of them does not wait."""
     main = threading.main_thread().ident or 0
     found: list[tuple[object, Wait]] = []
     for thread in {*ACTIVITY.waits, main}:
@@ -156,7 +156,7 @@ def _wait_of_ours(mark: tuple[Any, int, str, str], calls: list[GroupCalls]) -> t
 
 
 def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
-    """The call of torch's own that a thread with this innermost frame waits in, with a mark of it."""
+    """Return the call of torch's own that a thread with this innermost frame waits in, with a mark of it."""
     if frame.f_code.co_filename != c10d.source_file():
         return None
     name = frame.f_code.co_name
@@ -175,7 +175,7 @@ def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
 
 
 def _wait_of_new_group(frame: FrameType) -> tuple[object, Wait] | None:
-    """The wait in `new_group`, which all ranks of the world call, unless they say otherwise."""
+    """Return the wait in `new_group`, which all ranks of the world call, unless they say otherwise."""
     maker = next((each for each in _outwards(frame) if each.f_code.co_name == "new_group"), None)
     world = groups.default_group()
     if maker is None or world is None or maker.f_locals.get("use_local_synchronization"):
@@ -187,7 +187,7 @@ def _wait_of_new_group(frame: FrameType) -> tuple[object, Wait] | None:
 
 
 def _place_of(frame: FrameType | None) -> str:
-    """The innermost line of the program's own code: `train.py:30 in main`."""
+    """Return the innermost line of the program's own code: `train.py:30 in main`."""
     frames = [each for each in _outwards(frame) if not each.f_code.co_filename.startswith(_OF_TORCH)]
     if not frames:
         return "an unknown place"
@@ -234,7 +234,7 @@ class IdleWatch:
         self._printed_after = -1
 
     def look(self, now: float) -> FailureReport | None:
-        """The failure of the process, if it has one and does nothing about it."""
+        """Return the failure of the process, if it has one and does nothing about it."""
         if ACTIVITY.issued != self._issued or any(ACTIVITY.waits.values()):
             self._issued, self._since, self._computed = ACTIVITY.issued, now, _computed()
         printed = _printed()
@@ -273,7 +273,7 @@ def _handled() -> BaseException | None:
 
 
 def _printed() -> BaseException | None:
-    """The exception that an interactive prompt has printed last."""
+    """Return the exception that an interactive prompt has printed last."""
     found = getattr(sys, "last_value", None)
     return found if isinstance(found, BaseException) else None
 

@@ -30,7 +30,7 @@ class _NewValues:
         return True
 
     def cost(self, shape: Sequence[int], settings: Any) -> int:
-        """The elements of the parameter, as each is read and written a few times."""
+        """Return the elements of the parameter, as each is read and written a few times."""
         return max(1, math.prod(shape))
 
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
@@ -83,7 +83,7 @@ class _Factored(_NewValues):
 
     @staticmethod
     def _weight(state: Any, settings: Any) -> float:
-        """The weight of the new squares in the averages."""
+        """Return the weight of the new squares in the averages."""
         weight: float = state["step"].item() ** settings["beta2_decay"]
         return weight
 
@@ -110,7 +110,7 @@ class _Factored(_NewValues):
 
 
 def _are_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is stepped by the rule: each is."""
+    """Return whether a parameter is stepped by the rule: each is."""
     return True
 
 
@@ -211,12 +211,12 @@ class _Relative(_NewValues):
 
     @staticmethod
     def _kept(state: Any, settings: Any) -> float:
-        """The weight of the averages of squares so far."""
+        """Return the weight of the averages of squares so far."""
         return 1.0 - math.pow(float(state["step"]), settings["decay_rate"])
 
     @staticmethod
     def _rate(state: Any, settings: Any) -> Any:
-        """The learning rate: a number, or a tensor of one if it is relative to the values' size."""
+        """Return the learning rate: a number, or a tensor of one if it is relative to the values' size."""
         rate, step = settings["lr"], float(state["step"])
         if settings["relative_step"]:
             rate = min(1e-6 * step if settings["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))

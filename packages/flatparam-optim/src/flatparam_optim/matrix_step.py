@@ -28,7 +28,7 @@ class MatrixStep(Protocol):
     """A function that takes a matrix, its gradient and its state, all whole, and returns an update."""
 
     def __call__(self, matrix: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        """The update `U`: the matrix becomes `(1 - lr * weight_decay) * matrix - lr * U`.
+        """Return the update `U`: the matrix becomes `(1 - lr * weight_decay) * matrix - lr * U`.
 
         Args:
             matrix: the whole matrix, not to be changed; a meta tensor if the step does not need it.

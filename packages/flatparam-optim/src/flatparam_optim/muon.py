@@ -36,7 +36,7 @@ def orthogonalised(
     coefficients: tuple[float, float, float] = _COEFFICIENTS,
     eps: float = 1e-7,
 ) -> Tensor:
-    """A matrix with the singular vectors of `matrix`, and singular values near one.
+    """Return a matrix with the singular vectors of `matrix`, and singular values near one.
 
     The quintic Newton-Schulz iteration `X <- a X + (b A + c A^2) X` with `A = X X^T`, in bfloat16, begins with the
     matrix divided by its norm (K. Jordan, 2024, as above).
@@ -109,7 +109,7 @@ class _Orthogonal:
 
 
 def _adjusted(rate: Any, rule: AdjustRate | None, shape: Sequence[int]) -> Any:
-    """The learning rate of a matrix of `shape`, for which see `Muon`."""
+    """Return the learning rate of a matrix of `shape`, for which see `Muon`."""
     rows, columns = shape
     if rule == "match_rms_adamw":
         return rate * (0.2 * math.sqrt(max(rows, columns)))

@@ -40,12 +40,12 @@ Choice: TypeAlias = Callable[[str, tuple[int, ...]], bool]
 
 
 def adamw_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
-    """The settings of parameters that are left to `torch.optim.AdamW`, by its names."""
+    """Return the settings of parameters that are left to `torch.optim.AdamW`, by its names."""
     return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 def are_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter has two dimensions."""
+    """Return whether a parameter has two dimensions."""
     return len(shape) == 2
 
 
@@ -58,7 +58,7 @@ def number(value: Tensor | float) -> Any:
 
 
 def at_least(least: float, value: Tensor | float) -> Any:
-    """The larger one of two numbers; one of them may be what `number` returns."""
+    """Return the larger one of two numbers; one of them may be what `number` returns."""
     return value.clamp(min=least) if isinstance(value, Tensor) else max(least, value)
 
 
@@ -184,7 +184,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 super().add_param_group({**self._settings[rule], **settings, "params": parameters})
 
     def _of_rule(self, rule: str, group: Mapping[str, Any], *, is_forced: bool) -> dict[str, Any]:
-        """The settings in a given group that are about the parameters of one rule."""
+        """Return the settings in a given group that are about the parameters of one rule."""
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if is_forced:
             return own
@@ -239,7 +239,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         return self._stepper.first_state(parameter, settings)
 
     def part_states_of(self, settings: Mapping[str, Any]) -> frozenset[str] | None:
-        """The states of a group's parameters that are cut like them; `None` if all are that have their shape."""
+        """Return the states of a group's parameters that are cut like them; `None` if all are that have their shape."""
         return None if settings[RULE] == ADAMW else self._rule.part_states
 
     def _step_others(self) -> None:

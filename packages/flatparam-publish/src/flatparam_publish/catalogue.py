@@ -102,7 +102,7 @@ def _tensor(row: Any) -> PublishedTensor:
     if not (isinstance(names, list) and names and all(type(size) is int and size >= 0 for size in shape)):
         raise ValueError(f"{row!r} describes no tensor")
     if order and sorted(order) != list(range(len(shape))):
-        raise ValueError(f"{names}: {order} is no order of {len(shape)} dimensions")
+        raise ValueError(f"{names}: expected an order of {len(shape)} dimensions, found {order}")
     return PublishedTensor(tuple(map(str, names)), TensorInfo(shape, _DTYPES[dtype]), tuple(order))
 
 

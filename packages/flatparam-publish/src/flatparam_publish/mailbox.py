@@ -397,7 +397,7 @@ class _Step:
 def _version(tree: Any) -> VersionId:
     stream, number, identity = tree
     if not (isinstance(stream, str) and type(number) is int and isinstance(identity, str)):
-        raise ValueError(f"{tree!r} is no version")
+        raise ValueError(f"expected a version, found {tree!r}")
     return VersionId(stream, number, identity)
 
 
@@ -406,7 +406,7 @@ def _packet(tree: Any) -> Packet:
     if type(nbytes) is not int or nbytes < 0 or not isinstance(sha256, str):
         raise ValueError(f"{tree!r} describes no packet")
     if Path(file).name != file or bool(file) != bool(nbytes):
-        raise ValueError(f"{file!r} is no name of a file in the folder")
+        raise ValueError(f"expected the name of a file in the folder, found {file!r}")
     return Packet(nbytes, sha256, file)
 
 
@@ -469,7 +469,7 @@ class _Manifest:
             raise ValueError(f"expected format 1, found {tree['format']!r}")
         catalogue, sha256 = tree["catalogue"]
         if Path(catalogue).name != catalogue:
-            raise ValueError(f"{catalogue!r} is no name of a file in the folder")
+            raise ValueError(f"expected the name of a file in the folder, found {catalogue!r}")
         parts, base = tree["parts"], _Step.of_tree(tree["base"])
         steps = (base, *(_Step.of_tree(each) for each in tree["deltas"]))
         if type(parts) is not int or any(len(of_rank) != parts for step in steps for of_rank in step.packets):

@@ -48,7 +48,7 @@ class RecordingCollectives(ForwardingCollectives):
     def reduce_scatter_parts(self) -> Callable[..., Pending]:
         """See `TakesParts.reduce_scatter_parts`; it exists only if `inner` has it."""
         if not takes_parts(self.inner):
-            raise AttributeError(f"{self.inner!r} takes no parts")
+            raise AttributeError(f"{self.inner!r} takes no parts: it has no reduce_scatter_parts")
         return functools.partial(self._reduce_scatter_parts, self.inner)
 
     def _reduce_scatter_parts(

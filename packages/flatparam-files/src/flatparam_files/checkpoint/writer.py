@@ -152,7 +152,7 @@ class CheckpointWriter:
         """
         ticket = self._ticket
         if ticket is None or not self._is_open:
-            raise ValueError("it is closed")
+            raise ValueError("CheckpointWriter is closed: make a new one to write another checkpoint")
         if self._left:
             raise ValueError(
                 f"{len(self._left)} announced tensors were not written, first {self._left[-1]!r}"

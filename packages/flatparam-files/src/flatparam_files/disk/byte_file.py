@@ -66,7 +66,7 @@ class ByteFile:
         try:
             self._descriptor = open_regular(path, follows_links=follows_links)
         except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} is no name of a file: {error}") from error
+            raise CheckpointError(f"{str(path)!r} cannot be the name of a file: {error}") from error
         except OSError as error:
             # A link that leads nowhere may lead to a disk that is not mounted.
             is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)

@@ -132,12 +132,12 @@ def _cost(structure: bytes) -> int:
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
+        raise ValueError("expected each key once, found one twice")
     return found
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"expected a number of JSON, found {name}")
 
 
 def _short_integer(digits: str) -> int:

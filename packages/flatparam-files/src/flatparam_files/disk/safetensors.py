@@ -137,7 +137,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     """
     tree = parse_json(data)
     if not isinstance(tree, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("expected a JSON object, found something else")
     # A name that is no text, such as half of a surrogate pair, is a ValueError here.
     "".join(tree).encode()
     metadata = tree.pop(_METADATA, {})
@@ -205,7 +205,7 @@ def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
         data = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(
-            f"a tensor has a name that is no text: {error.object[error.start :][:20]!r}"
+            f"expected text as the name of a tensor, found {error.object[error.start :][:20]!r}"
         ) from error
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data

@@ -78,7 +78,7 @@ def open_deepspeed(path: str | Path) -> StoredSource:
 
 def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"a shape of {shape}")
+        raise ValueError(f"expected a shape of numbers, found {shape}")
     return TensorInfo(shape, dtype)
 
 

@@ -181,7 +181,7 @@ class RankPart:
             if stage < 3 and isinstance(optimizer, list):
                 optimizer = {"state": dict(enumerate(optimizer))}
             if not all(isinstance(part, StridedTensor) for part in weights):
-                raise TypeError("a flat group is no tensor")
+                raise TypeError("expected tensors as flat groups, found something else")
             world_size = int(max(count) if isinstance(count, list) else count)
             needed = {key: value for key, value in state.items() if key in _NEEDED}
             return cls(file, needed, stage, world_size, weights, optimizer)

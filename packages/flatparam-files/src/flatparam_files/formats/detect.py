@@ -64,7 +64,9 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
         raise CheckpointError(f"{named} are of different formats: {', '.join(sorted(formats))}")
     (chosen,) = formats
     if chosen not in _OPEN:
-        raise UnknownFormatError(f"{chosen!r} is no format", hint=f"expected one of {', '.join(FORMATS)}")
+        raise UnknownFormatError(
+            f"expected the name of a format, found {chosen!r}", hint=f"expected one of {', '.join(FORMATS)}"
+        )
     if len(inner) != 1 and chosen not in _TOGETHER:
         raise CheckpointError(
             f"expected one path, found {named}",

@@ -200,14 +200,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         tree = parse_json(data)
     except ValueError as error:
-        raise CheckpointError(f"{index} is no JSON: {error}", path=index) from error
+        raise CheckpointError(f"{index}: expected JSON, found {error}", path=index) from error
     weights = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise CheckpointError(f"{index} has no 'weight_map', as the index of a model's files has", path=index)
     for tensor, name in weights.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise CheckpointError(
-                f"{index}: {tensor!r} is in {name!r}, which is no file beside it", path=index
+                f"{index}: {tensor!r} is in {name!r}, which is not a file beside it", path=index
             )
     return weights
 

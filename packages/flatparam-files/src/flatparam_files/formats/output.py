@@ -30,7 +30,9 @@ def check_new(path: Path) -> None:
     """Raise a CheckpointError if there is something at `path`, or no directory that it could be made in."""
     refuse_existing(path)
     if not path.absolute().parent.is_dir():
-        raise CheckpointError(f"{path.absolute().parent} is no directory", path=path, hint="make it first")
+        raise CheckpointError(
+            f"expected a directory, found none: {path.absolute().parent}", path=path, hint="make it first"
+        )
 
 
 @contextmanager

@@ -195,7 +195,7 @@ class _Machine:
         while self._stack[at] is not _MARK:
             at -= 1
             if at < 0:
-                raise ValueError("a mark is missing")
+                raise ValueError("expected a mark on the stack, found none")
         above = self._stack[at + 1 :]
         self._budget.take(_ITEM_NBYTES * len(above))
         del self._stack[at:]
@@ -225,7 +225,7 @@ class _Machine:
 
     def _named(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name is no text")
+            raise TypeError("expected text as a name, found something else")
         dotted = f"{_OLD_MODULES.get(module, module)}.{name}"
         if dotted in self._names.values:
             return self._names.values[dotted]
@@ -235,7 +235,7 @@ class _Machine:
 
     def _made(self, function: Any, arguments: Any) -> Any:
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
-            raise TypeError("something is called that is no function")
+            raise TypeError("expected a function to call, found something else")
         # A function may copy, compare or print what it is given.
         self._budget.take(_OBJECT_NBYTES)
         self._budget.visit(arguments)

@@ -98,7 +98,7 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
         if "data.pkl" not in records:
             if "constants.pkl" in records or any(name.startswith("code/") for name in records):
                 raise ValueError("it is a TorchScript program")
-            raise ValueError("it has no data.pkl")
+            raise ValueError("expected data.pkl in the archive, found none")
         storages, sound = {}, set[int]()
         for name, info in records.items():
             at = window.start + _data_offset(window, info)

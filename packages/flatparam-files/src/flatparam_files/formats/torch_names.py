@@ -53,7 +53,7 @@ def _tensor(
 
 def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
     if not isinstance(data, StridedTensor):
-        raise TypeError("a parameter is made of something that is no tensor")
+        raise TypeError("expected a tensor to make a parameter of, found something else")
     return data
 
 

@@ -37,7 +37,7 @@ class Job:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """The floating-point operations of `steps` quintic Newton-Schulz iterations of one matrix.
+    """Return the floating-point operations of `steps` quintic Newton-Schulz iterations of one matrix.
 
     Each multiplies the matrix by its transpose, the product by itself, and the sum of both by the matrix: with the
     shorter side `m` and the longer one `n`, `2 m^2 n + 2 m^3 + 2 m^2 n`.
@@ -47,7 +47,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
 
 
 def lower_bound(costs: Sequence[int], places: int) -> int:
-    """The least that the busiest of `places` does, however `costs` are dealt out.
+    """Return the least that the busiest of `places` does, however `costs` are dealt out.
 
     It is the least capacity of bins, as large as the largest cost and as the mean, that `places` of them may be enough
     for by three counts. For each `k`: a bin with a size above `capacity - k` has no other size of `k` or more, and of
@@ -81,7 +81,7 @@ def _pairs_fit(sizes: Sequence[tuple[int, int]], capacity: int, places: int) -> 
 
 
 def _room_beside(large: int, larges: int, small: int, capacity: int, places: int) -> int:
-    """How many of size `small` fit, at most, into `places` bins that `larges` of size `large` are dealt out to.
+    """Return how many of size `small` fit, at most, into `places` bins that `larges` of size `large` are dealt out to.
 
     A bin with `n` large ones has room for `(capacity - n large) // small`. The bins have `larges / places` large ones
     on the average, so that their average room lies below the upper hull of these points.
@@ -100,7 +100,7 @@ def _room_beside(large: int, larges: int, small: int, capacity: int, places: int
 
 
 def _bins(sizes: Sequence[tuple[int, int]], capacity: int) -> int:
-    """The bins that `sizes`, each with its count, need at least."""
+    """Return the bins that `sizes`, each with its count, need at least."""
     found = 0
     for k in [0, *(size for size, _ in sizes if 2 * size <= capacity)]:
         alone = sum(count for size, count in sizes if size > capacity - k)
@@ -119,7 +119,7 @@ def _bins(sizes: Sequence[tuple[int, int]], capacity: int) -> int:
 
 
 def choose_owners(jobs: Sequence[Job], ranks: int, replicas: int = 1) -> list[int]:
-    """The place that steps each of `jobs`; see this module for the numbers of places.
+    """Return the place that steps each of `jobs`; see this module for the numbers of places.
 
     A matrix stays with a rank that holds elements of it, most of them if possible, as long as nobody does more than
     1.05 times what the best plan that is known asks of the busiest; then work counts more than bytes.
@@ -154,7 +154,7 @@ def choose_owners(jobs: Sequence[Job], ranks: int, replicas: int = 1) -> list[in
 def _dealt_out(
     jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], ranks: int, bound: int
 ) -> dict[int, int]:
-    """The places of the jobs in `order`, the costliest first, beside what each place has to do already."""
+    """Return the places of the jobs in `order`, the costliest first, beside what each place has to do already."""
     best, busiest = _longest_first(jobs, order, load)
     if busiest * 100 > _TOLERANCE * bound:
         best, busiest = min(

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def originals_in(parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
-    """The originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.
+    """Yield the originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.
 
     A flat parameter stands for all of its originals, any other parameter for itself.
     """
@@ -68,7 +68,7 @@ class Member:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, settings: Settings) -> Member:
-        """The member that an original, or a parameter of no unit, is."""
+        """Return the member that an original, or a parameter of no unit, is."""
         handle, index = owner_of(parameter) or (None, 0)
         return cls(parameter, settings, handle, index)
 
@@ -150,11 +150,11 @@ class WholeStep(Protocol):
         ...
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
+        """Return the dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
         ...
 
     def cost(self, shape: Sequence[int], settings: Settings) -> int:
-        """The cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
+        """Return the cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
         ...
 
     def prepare(self, part: Tensor, gradient: Tensor, state: StateOf, settings: Settings) -> Sequence[Tensor]:
@@ -165,7 +165,7 @@ class WholeStep(Protocol):
         ...
 
     def step(self, whole: Sequence[Tensor], state: StateOf, settings: Settings) -> Tensor:
-        """The update of the whole parameter, on its owner.
+        """Return the update of the whole parameter, on its owner.
 
         A rule that keeps no state may be called with zeros for a parameter without a gradient; its update is dropped.
 

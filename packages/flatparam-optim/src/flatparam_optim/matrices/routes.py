@@ -121,29 +121,29 @@ class Routes:
         return max(map(len, self._owned), default=0)
 
     def owned(self, place: int, bucket: int) -> Sequence[int]:
-        """The matrices of `bucket` that `place` steps, by number."""
+        """Return the matrices of `bucket` that `place` steps, by number."""
         mine = self._owned[place]
         return mine[bucket] if bucket < len(mine) else ()
 
     def in_replica(self, replica: int, bucket: int) -> list[int]:
-        """The matrices of `bucket` that are stepped in `replica`, by number, owner after owner."""
+        """Return the matrices of `bucket` that are stepped in `replica`, by number, owner after owner."""
         places = range(replica * self.ranks, (replica + 1) * self.ranks)
         return list(itertools.chain.from_iterable(self.owned(place, bucket) for place in places))
 
     def travels(self, replica: int, bucket: int) -> bool:
-        """Whether a part of a matrix of `bucket` has to go from one rank of `replica` to another."""
+        """Return whether a part of a matrix of `bucket` has to go from one rank of `replica` to another."""
         return any(
             list(self.matrices[number].spans) != [self.owners[number] % self.ranks]
             for number in self.in_replica(replica, bucket)
         )
 
     def parts(self, numbers: Sequence[int], rank: int) -> list[tuple[int, Span]]:
-        """Those of the matrices `numbers` of which `rank` has elements, and which."""
+        """Return those of the matrices `numbers` of which `rank` has elements, and which."""
         found = ((number, self.matrices[number].spans.get(rank)) for number in numbers)
         return [(number, span) for number, span in found if span is not None]
 
     def message_numel(self, numbers: Sequence[int], rank: int, streams: int = 1) -> int:
-        """The elements of a message with the parts of `rank` of the matrices `numbers`.
+        """Return the elements of a message with the parts of `rank` of the matrices `numbers`.
 
         Args:
             numbers: the matrices.
@@ -159,7 +159,7 @@ class Routes:
         )
 
     def sent_numels(self, place: int, streams: int = 1) -> tuple[int, int, int]:
-        """The elements that `place` sends in a step: to owners, from there, and to other replicas."""
+        """Return the elements that `place` sends in a step: to owners, from there, and to other replicas."""
         replica, rank = divmod(place, self.ranks)
         to_owners = from_owner = to_replicas = 0
         for bucket in range(self.buckets):

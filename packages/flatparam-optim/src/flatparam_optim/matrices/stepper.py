@@ -115,7 +115,7 @@ class MatrixStepper:
 
     @torch.no_grad()
     def first_state(self, parameter: nn.Parameter, settings: Settings) -> dict[str, Any]:
-        """The state of `parameter` on this rank before its first step, as a step with zeros leaves it.
+        """Return the state of `parameter` on this rank before its first step, as a step with zeros leaves it.
 
         What owners keep is made on the first rank that holds elements of it.
         """
@@ -216,7 +216,7 @@ def _nothing() -> None:
 def _alike(
     members: Sequence[Member], rule: WholeStep
 ) -> dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]]:
-    """The sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
+    """Return the sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
     found: dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]] = {}
     for member in members:
         topology = member.topology

@@ -128,7 +128,7 @@ class Travel:
         )
 
     def _prepare(self, number: int) -> Sequence[Tensor]:
-        """The tensors that travel of this rank's part of a matrix; none if it has no gradient."""
+        """Return the tensors that travel of this rank's part of a matrix; none if it has no gradient."""
         member = self.members[number]
         gradient = member.parameter.grad
         if gradient is None:
@@ -217,7 +217,7 @@ class Travel:
         return found
 
     def _stepped(self, number: int, parts: Sequence[tuple[Span, Sequence[Tensor]]]) -> Tensor:
-        """The update of a matrix, 1-D in memory order."""
+        """Return the update of a matrix, 1-D in memory order."""
         member, spec = self.members[number], self.members[number].spec
         whole = []
         for stream in range(self.rule.streams):

@@ -80,7 +80,7 @@ def prepare_step(optimizer: optim.Optimizer) -> None:
 
 
 def _has_to_gain(optimizer: optim.Optimizer) -> bool:
-    """Whether it has several original parameters in a group, or a long parameter of any kind."""
+    """Return whether it has several original parameters in a group, or a long parameter of any kind."""
     limit = STEP_NUMEL.value
     for group in optimizer.param_groups:
         has_several = len(group["params"]) > 1
@@ -137,7 +137,7 @@ class _SegmentStepper:
     def _divide(
         self, optimizer: optim.Optimizer, group: dict[str, Any]
     ) -> tuple[_Tensors, Sequence[nn.Parameter]]:
-        """The tensors to step for the segments of `group`, and the parameters that are stepped by themselves."""
+        """Return the tensors to step for the segments of `group`, and the parameters that are stepped by themselves."""
         number = next((n for n, each in enumerate(optimizer.param_groups) if each is group), None)
         if number is None:
             # Somebody else has made this group, for this step.
@@ -208,7 +208,7 @@ class _SegmentPlan:
         )
 
     def tensors(self, state: State) -> _Tensors | None:
-        """The tensors to step in place of each segment; `None` if one of them is not as it was."""
+        """Return the tensors to step in place of each segment; `None` if one of them is not as it was."""
         found = []
         for segment in self.segments:
             tensors = segment.tensors(state)
@@ -245,7 +245,7 @@ def _step(optimizer: optim.Optimizer, group: Mapping[str, Any], tensors: _Tensor
 
 
 def _may_have_segments(group: Mapping[str, Any]) -> bool:
-    """Whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
+    """Return whether the hyper-parameters of `group` let other tensors be stepped in the parameters' place.
 
     The padding between parameters has to stay zero, as its gradient is. It does with all these optimizers if no number
     is infinite and none divides by zero. The fused kernels of the CPU do not round the last elements of a tensor as the

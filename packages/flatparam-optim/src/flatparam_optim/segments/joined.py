@@ -40,7 +40,7 @@ class _JoinedView:
     """The addresses of the tensors that were joined last."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The 1-D tensor that `tensors`, all of one dtype, are the parts of; `None` if they lie differently."""
+        """Return the 1-D tensor that `tensors`, all of one dtype, are the parts of; `None` if they lie differently."""
         try:
             addresses = [*map(_ADDRESS, tensors)]
         except (TypeError, RuntimeError):
@@ -85,7 +85,7 @@ class _ScalarState:
         return attrs.evolve(self, version=self.each._version)
 
     def is_in(self, found: Sequence[Tensor]) -> bool:
-        """Whether `found` are the parts, and have the value."""
+        """Return whether `found` are the parts, and have the value."""
         return self.each._version == self.version and all(map(is_, found, self.parts))
 
 
@@ -111,7 +111,7 @@ class JoinedSegment:
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], names: Iterable[str]) -> Self:
-        """The segment of `parameters`, in the order of their memory, with state of these `names`."""
+        """Return the segment of `parameters`, in the order of their memory, with state of these `names`."""
         start, itemsize = parameters[0].data_ptr(), parameters[0].itemsize
         offsets = tuple((parameter.data_ptr() - start) // itemsize for parameter in parameters)
         return cls(
@@ -203,7 +203,7 @@ class JoinedSegment:
             self.names = (*self.names, name)
 
     def _parts(self, flat: Tensor) -> Iterator[Tensor]:
-        """The views of `flat`, 1-D, that belong to the parameters, in their shapes."""
+        """Yield the views of `flat`, 1-D, that belong to the parameters, in their shapes."""
         for parameter, start in zip(self.parameters, self.view.offsets, strict=True):
             yield flat[start : start + parameter.numel()].view(parameter.shape)
 
@@ -212,7 +212,7 @@ class JoinedSegment:
 
 
 def join_adjacent(parameters: Sequence[nn.Parameter], state: State) -> list[JoinedSegment]:
-    """The joined segments among `parameters`, which have gradients, and share their hyper-parameters.
+    """Return the joined segments among `parameters`, which have gradients, and share their hyper-parameters.
 
     Args:
         parameters: original parameters, in any order.
@@ -279,7 +279,7 @@ class _Neighbour:
         return cls(parameter, start, stop, *owner, distance, tuple(own), tuple(likeness))
 
     def follows(self, before: _Neighbour) -> bool:
-        """Whether nothing but padding lies between `before` and this parameter."""
+        """Return whether nothing but padding lies between `before` and this parameter."""
         return (
             self.handle is before.handle
             and self.distance == before.distance
@@ -291,7 +291,7 @@ class _Neighbour:
 
 
 def _numbers(values: Iterable[Tensor]) -> dict[int, Hashable]:
-    """The numbers in tensors of one element, by `id`, read together, since each look at an accelerator waits."""
+    """Return the numbers in tensors of one element, by `id`, read together, since each look at an accelerator waits."""
     alike: dict[Hashable, list[Tensor]] = {}
     for value in values:
         alike.setdefault((value.dtype, value.device), []).append(value)

@@ -76,7 +76,7 @@ class Segment(Protocol):
 
 
 def is_like(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether the elements of `tensor` lie as those of `parameter` do."""
+    """Return whether the elements of `tensor` lie as those of `parameter` do."""
     return (
         tensor.layout is torch.strided
         and tensor.dtype == parameter.dtype
@@ -103,7 +103,7 @@ THREAD_GRAIN: Final = Threshold(
 
 
 def is_long(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` belongs to a unit, and is stepped in pieces if it can be."""
+    """Return whether `parameter` belongs to a unit, and is stepped in pieces if it can be."""
     return (
         (isinstance(parameter, FlatParameter) or owner_of(parameter) is not None)
         and parameter.is_cpu
@@ -125,7 +125,7 @@ def can_be_divided(parameter: nn.Parameter, state: State) -> bool:
 
 
 def _piece_numel() -> int:
-    """The elements of a piece, which are enough for every thread to have something to do."""
+    """Return the elements of a piece, which are enough for every thread to have something to do."""
     return max(STEP_NUMEL.value, torch.get_num_threads() * THREAD_GRAIN.value)
 
 

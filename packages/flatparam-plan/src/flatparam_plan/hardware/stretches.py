@@ -256,7 +256,7 @@ class ClockedCollectives(ForwardingCollectives):
     def reduce_scatter_parts(self) -> Callable[..., Pending]:
         """The same for gradients that lie where autograd left them; it exists only if `inner` has it."""
         if not takes_parts(self.inner):
-            raise AttributeError(f"{self.inner!r} takes no parts")
+            raise AttributeError(f"{self.inner!r} takes no parts: it has no reduce_scatter_parts")
         return functools.partial(self._parts, self.inner)
 
     def _parts(self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = "") -> Pending:

@@ -185,7 +185,7 @@ def dtype_named(name: str) -> torch.dtype:
         ValueError: if there is none.
     """
     if name not in _BY_NAME:
-        raise ValueError(f"unknown dtype {name!r}")
+        raise ValueError(f"expected a dtype that checkpoints know, found {name!r}")
     return _BY_NAME[name]
 
 

@@ -220,7 +220,7 @@ class _Decoder:
 
     def _items(self, items: Any, depth: int) -> list[Any]:
         if not isinstance(items, list):
-            raise ValueError("expected a list")
+            raise ValueError("expected a list of values, found something else")
         found = [self.decode(item, depth + 1) for item in items]
         return [None if item is OMIT else item for item in found]
 
@@ -247,7 +247,7 @@ class _Decoder:
     def _numpy_scalar(self, content: Any, depth: int) -> Any:
         name, value = self._items(content, depth)
         if name not in _NUMPY_SCALARS:
-            raise ValueError(f"unknown scalar {name!r}")
+            raise ValueError(f"expected a kind of scalar that checkpoints know, found {name!r}")
         # Only who has saved a scalar of numpy needs numpy to load it.
         import numpy
 

@@ -113,7 +113,7 @@ class Manifest:
         try:
             return cls._from_entries(tree)
         except KeyError as error:
-            raise ValueError(f"it lacks {error}") from error
+            raise ValueError(f"expected the field {error}, found none") from error
 
     @classmethod
     def _from_entries(cls, tree: dict[str, Any]) -> Self:
@@ -149,7 +149,7 @@ def _check_bytes(path: str, record: TensorRecord, files: tuple[FileRecord, ...])
     """Check that the bytes of each piece are behind the header of a file that is there."""
     for piece in record.pieces:
         if piece.file >= len(files):
-            raise ValueError(f"tensor {path!r}: there is no file {piece.file}")
+            raise ValueError(f"tensor {path!r}: expected the file {piece.file} in the manifest, found none")
         file = files[piece.file]
         end = piece.offset + piece.span.numel * record.info.dtype.itemsize
         if piece.offset < file.header_nbytes or end > file.nbytes:

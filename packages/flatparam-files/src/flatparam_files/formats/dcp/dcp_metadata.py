@@ -109,7 +109,7 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
         raise ValueError(f"expected a {name}, found a {getattr(value, 'name', type(value).__name__)}")
     state = value.state if value.state is not None else {}
     if not isinstance(state, Mapping):
-        raise ValueError(f"a {name} has no fields")
+        raise ValueError(f"expected fields in a {name}, found none")
     return state
 
 
@@ -123,7 +123,7 @@ def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
     values: dict[str, Item] = {}
     for key, entry in metadata["state_dict_metadata"].items():
         if not isinstance(key, str):
-            raise ValueError(f"the key {key!r} is no string")
+            raise ValueError(f"expected string keys, found {key!r}")
         if isinstance(entry, InertObject) and entry.name == _BYTES:
             values[key] = places[key, None]
         else:
@@ -157,7 +157,7 @@ def _item(stored: Any, directory: Path) -> Item:
             f"{name!r} is transformed by {fields['transform_descriptors']}, which only torch can undo"
         )
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name!r} is no file of the directory")
+        raise ValueError(f"expected a file of the directory, found {name!r}")
     if not (type(offset) is int and type(nbytes) is int and offset >= 0 and nbytes >= 0):
         raise ValueError(f"{name!r} has no bytes [{offset!r}, +{nbytes!r})")
     return Item(directory / name, offset, nbytes)
@@ -169,7 +169,7 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
         or len(sizes) > MAX_DIMS
         or not all(type(size) is int and 0 <= size < 2**62 for size in sizes)
     ):
-        raise ValueError(f"{str(sizes)[:_SHOWN]} are no sizes")
+        raise ValueError(f"expected sizes, found {str(sizes)[:_SHOWN]}")
     return tuple(sizes)
 
 
