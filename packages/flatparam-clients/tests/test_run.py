@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipapp
@@ -12,6 +13,7 @@ import pytest
 
 from flatparam.command import main
 from flatparam_clients.children import patch_of_reruns
+from flatparam_clients.programs import CannotRun, Program
 from flatparam_comm.testing import PATIENCE
 
 pytestmark = pytest.mark.processes
@@ -120,16 +122,19 @@ def outcome(folder: Path, *arguments: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     "program",
     [
+        # Each form of a program, and each end of one; those that have been seen in another row are long.
         ("facts.py", "--help", "--", "-m", "thread"),
-        ("package/../facts.py", "exit"),
-        ("./facts.py", "fail"),
-        ("facts.py", "interrupt"),
-        ("broken.py",),
+        ("package/../facts.py", "fail"),
+        ("./facts.py", "interrupt"),
         ("-m", "facts", "exit"),
         ("-m", "package", "--help"),
-        ("whole", "exit"),
         ("./whole/", "thread"),
         ("whole.pyz", "exit"),
+        ("broken.py",),
+        *(
+            pytest.param(program, marks=pytest.mark.long)
+            for program in [("package/../facts.py", "exit"), ("whole", "exit"), ("whole.pyz", "thread")]
+        ),
     ],
 )
 def test_a_program_runs_as_python_runs_it(folder: Path, program: tuple[str, ...]) -> None:
@@ -146,18 +151,23 @@ def test_two_dashes_before_the_program(folder: Path) -> None:
 
 def test_programs_that_are_not_there(folder: Path) -> None:
     """They are named, and the status is 2."""
-    assert outcome(folder, "-m", "flatparam", "run", "nothing.py")[::2] == (
+    status, _, errors = outcome(folder, "-m", "flatparam", "run", "nothing.py")
+    assert (status, errors) == (
         2,
         f"flatparam run: can't open file '{folder / 'nothing.py'}': No such file or directory\n",
     )
+
+
+def test_what_is_no_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without `__main__`, and a module that is not there, or inside of what is no package, are refused by name."""
     (folder / "empty").mkdir()
-    assert outcome(folder, "-m", "flatparam", "run", "empty")[::2] == (
-        2,
-        f"flatparam run: can't find '__main__' module in '{folder / 'empty'}'\n",
-    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with pytest.raises(CannotRun, match=re.escape(f"can't find '__main__' module in '{folder / 'empty'}'")):
+        Program.script("empty")
     for module in ("nothing", "sibling.inside"):
-        status, _, errors = outcome(folder, "-m", "flatparam", "run", "-m", module)
-        assert (status, errors) == (2, f"flatparam run: no module named {module!r} that can be run\n")
+        with pytest.raises(CannotRun, match=f"no module named {module!r} that can be run"):
+            Program.module(module)
 
 
 def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:
