@@ -53,15 +53,14 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
         (
             "flatparam-runtime",
             "flatparam-state",
-            "flatparam",
-            "flatparam-clients",
             "flatparam-checkpoint",
             "flatparam-optim",
-            "flatparam-plan",
             "flatparam-publish",
         ),
         ("flatparam-guard", "flatparam-onehost"),
     ),
+    # The wrapper brings every add-on along, and has their names.
+    **dict.fromkeys(("flatparam", "flatparam-clients", "flatparam-plan"), tuple(ADDONS)),
 }
 
 
