@@ -17,8 +17,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 from environments import DIST, ROOT, installed, own, python_of, shared, split_packages
 from house import PACKAGES, tested_with
-from matrix.lowest import lowest_versions
-from matrix.rows import PYTHONS, Row, all_rows, named_row
+from matrix.rows import PYTHONS, Row, all_rows, lowest_versions, named_row
 from turns import Beside, in_turn
 
 nox.options.sessions = ["tests"]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from matrix import main as tool
 from matrix import names
-from matrix.lowest import lowest_versions
 from matrix.main import counts, main, node_id, repeated, this_row, verdict
-from matrix.rows import PYTHONS, TORCHES, Row, all_rows
+from matrix.rows import PYTHONS, TORCHES, Row, all_rows, lowest_versions
 
 FINE = {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 from release.changelog import Changelog
-from release.errors import ReleaseError
 from release.main import main
-from release.packages import widened
+from release.packages import ReleaseError, widened
 
 ROOT = Path(__file__).resolve().parents[1]
 TODAY = time.strftime("%Y-%m-%d")

@@ -15,12 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from house import ADDONS, LAYERS, PACKAGES, TOOLS, tested_with
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from house import ADDONS, LAYERS, PACKAGES, TOOLS, read_toml, tested_with
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
@@ -160,8 +155,7 @@ class Package:
     @cached_property
     def project(self) -> dict[str, Any]:
         """The table [project] of pyproject.toml."""
-        text = (self.path / "pyproject.toml").read_text(encoding="utf-8")
-        table: dict[str, Any] = tomllib.loads(text)["project"]
+        table: dict[str, Any] = read_toml(self.path / "pyproject.toml")["project"]
         return table
 
     def public_names(self, submodule: str = "") -> set[str] | None:

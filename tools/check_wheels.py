@@ -11,13 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from house import read_toml
 from release.changelog import Changelog
 from release.packages import read_version
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +32,7 @@ def names_in_sdist(path: Path) -> set[str]:
 
 def problems_of(package: Path, dist: Path) -> list[str]:
     """Return what is wrong with the sdist and the wheel of one package, in sentences."""
-    name = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    name = read_toml(package / "pyproject.toml")["project"]["name"]
     module, version = name.replace("-", "_"), read_version(package)
     wheel = dist / f"{module}-{version}-py3-none-any.whl"
     sdist = dist / f"{module}-{version}.tar.gz"

@@ -5,9 +5,11 @@ Everything that goes through the packages reads them here: nox, the walls, the m
 
 from __future__ import annotations
 
-from typing import Final
+import sys
+from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "TOOLS", "beneath", "tested_with"]
+__all__ = ["ADDONS", "LAYERS", "PACKAGES", "TESTED_WITH", "TOOLS", "beneath", "read_toml", "tested_with"]
 
 #: What each layer may import, and declares: the one directly beneath it; the wrapper is where all four come together.
 LAYERS: Final[dict[str, tuple[str, ...]]] = {
@@ -46,6 +48,19 @@ PACKAGES: Final = {**LAYERS, **ADDONS, **TOOLS}
 TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-guard": ("flatparam-onehost",),
     "flatparam-onehost": ("flatparam-guard",),
+    # Their tests have ranks that fail while others wait, over every transport; those of comm do without both.
+    **dict.fromkeys(
+        (
+            "flatparam-runtime",
+            "flatparam-state",
+            "flatparam-checkpoint",
+            "flatparam-optim",
+            "flatparam-publish",
+        ),
+        ("flatparam-guard", "flatparam-onehost"),
+    ),
+    # The wrapper brings every add-on along, and has their names.
+    **dict.fromkeys(("flatparam", "flatparam-clients", "flatparam-plan"), tuple(ADDONS)),
 }
 
 
@@ -62,3 +77,12 @@ def tested_with(name: str) -> tuple[str, ...]:
     needed = {name, *beneath(name), *TESTED_WITH.get(name, ())}
     needed.update(tool for tool in TOOLS if needed.issuperset(beneath(tool)))
     return tuple(other for other in PACKAGES if other in needed)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what is in a file such as pyproject.toml."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(path.read_text(encoding="utf-8"))

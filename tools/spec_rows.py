@@ -5,18 +5,13 @@ The table is docs/spec-rows.toml; the page, docs/reference/spec-rows.md, shows i
 
 import ast
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from house import read_toml
 from pages import table
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "spec-rows.toml"
@@ -46,7 +41,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Return the rows of the table, in order."""
-    table: dict[str, dict[str, Any]] = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    table: dict[str, dict[str, Any]] = read_toml(TABLE)
     return [
         Row(section, row_id, **facts)
         for section, rows_of in table.items()

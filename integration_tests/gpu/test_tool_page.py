@@ -23,7 +23,7 @@ from gpu.place import Plan, told
 from gpu.tests import end, places, start
 from pages import marks
 
-FACTS = Facts("Made Up 9000", "cuda", 2, "nccl", "1.2", 10**9, 2 * 10**9, 10**9, {"torch": "2.13"})
+FACTS = Facts("Made Up 9000", "cuda", 2, "nccl", "1.2", 10**9, 2 * 10**9, {"torch": "2.13"})
 PLAN = Plan("cuda", 2)
 MADE = {"date": "2026-01-01", "where": "here", "tiny": False, "versions": {"torch": "2.13"}, "driver": "1.2"}
 

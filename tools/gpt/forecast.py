@@ -20,8 +20,7 @@ from .learner import optimizer_of
 from .model import GPT
 from .options import Options
 from .ranks import Ranks
-from .report import table
-from .summary import Measured
+from .report import Measured, table
 
 _WARM, _TIMED = 3, 8
 _STRATEGIES: Final = {"full_shard": "full", "shard_grad_op": "grad_op", "no_shard": "no_shard"}

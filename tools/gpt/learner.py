@@ -30,11 +30,6 @@ class Learner:
     model: nn.Module
     optimizer: Optimizer
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the ranks hold slices of the parameters."""
-        return isinstance(self.model, FullyShardedDataParallel)
-
     def without_reduction(self) -> AbstractContextManager[Any]:
         """Keep the gradients of the backward passes inside to this rank."""
         if isinstance(self.model, FullyShardedDataParallel):

@@ -8,7 +8,7 @@ from typing import Any
 
 from .costs import Costs
 from .forecast import Forecast
-from .memory import MemoryTimeline
+from .meter import MemoryTimeline
 
 _MISSING = "no plots: matplotlib is not installed (pip install matplotlib)"
 

@@ -24,10 +24,9 @@ from .plan import Plan, make_plan
 from .plots import draw_loss, draw_memory, draw_plan
 from .progress import Progress
 from .ranks import Ranks, joined
-from .report import Console, counted
+from .report import Console, Measured, counted, summary
 from .sample import generate
 from .stop import StopRequests
-from .summary import Measured, summary
 from .trainer import Trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from .metrics import Metrics, bits
 from .options import Options
 from .progress import Progress
 from .ranks import Ranks
-from .schedule import learning_rate
 from .stop import STOP_SIGNALS, StopRequests
 
 _WATCHED_STEP: Final = 3
@@ -170,3 +170,13 @@ class Trainer:
         progress.step(
             loss=step.loss, bits_per_byte=bits(step.loss), tokens_per_second=speed, moved=step.moved
         )
+
+
+def learning_rate(step: int, *, steps: int, warmup: int, peak: float) -> float:
+    """The rate of ``step`` (1 is the first): linear from 0 to ``peak`` over ``warmup`` steps, then a cosine down to
+    a tenth of it at ``steps``.
+    """
+    if step <= warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))

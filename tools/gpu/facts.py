@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import re
 import shutil
@@ -31,7 +30,6 @@ class Facts:
     driver: str
     free_nbytes: int
     total_nbytes: int
-    host_nbytes: int
     versions: dict[str, str]
 
     @property
@@ -67,7 +65,6 @@ def facts_of(ranks: Collectives, plan: Plan) -> Facts | None:
         dist.get_default_backend_for_device(device),
         driver,
         *memory,
-        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         _versions(plan),
     )
 

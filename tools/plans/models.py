@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .transformers import Decoder, LlamaBlock, MixtureBlock, Sizes
+from .transformers import Decoder, LlamaBlock, Sizes
 
 
 def llama(**sizes: int) -> nn.Module:
@@ -17,20 +17,3 @@ def llama(**sizes: int) -> nn.Module:
 def llama_70b(layers: int = 80) -> nn.Module:
     """A decoder of the sizes of Llama 3 70B."""
     return llama(layers=layers, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256)
-
-
-def mixture_of_experts(layers: int = 61) -> nn.Module:
-    """A decoder of about the sizes of DeepSeek-V3, with experts in every block and one width of latents."""
-    sizes = Sizes(
-        layers=layers,
-        width=7168,
-        heads=128,
-        kv_heads=128,
-        hidden=2048,
-        vocabulary=129280,
-        experts=256,
-        chosen=8,
-        latent=1536,
-    )
-    with torch.device("meta"):
-        return Decoder(sizes, MixtureBlock)

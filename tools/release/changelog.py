@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .errors import ReleaseError
+from .packages import ReleaseError
 
 __all__ = ["KINDS", "Changelog"]
 

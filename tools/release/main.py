@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .errors import ReleaseError
+from .packages import ReleaseError
 from .plan import carry_out, plan_release
 
 __all__ = ["main"]

@@ -9,11 +9,21 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .errors import ReleaseError
-
-__all__ = ["find_package", "ranges_of", "read_version", "version_file", "widened", "with_version"]
+__all__ = [
+    "ReleaseError",
+    "find_package",
+    "ranges_of",
+    "read_version",
+    "version_file",
+    "widened",
+    "with_version",
+]
 
 _VERSION = re.compile(r'(?m)^__version__ = "(?P<version>[^"]+)"$')
+
+
+class ReleaseError(Exception):
+    """The release is refused: a sentence for the user, which says what to do."""
 
 
 def find_package(root: Path, name: str) -> Path:

@@ -11,8 +11,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from .changelog import Changelog
-from .errors import ReleaseError
-from .packages import find_package, ranges_of, read_version, version_file, widened, with_version
+from .packages import ReleaseError, find_package, ranges_of, read_version, version_file, widened, with_version
 
 __all__ = ["Plan", "carry_out", "plan_release"]
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from flatparam import PlanError
 from flatparam_comm import Collectives, SingleCollectives, Topology, run_threads
-from flatparam_plan import hardware, here
+from flatparam_plan import here
+from flatparam_plan.hardware.profile import device_of, transport_here
 from flatparam_plan.hardware.samples import ROUGH, Sample
 from flatparam_plan.hardware.stretches import Clock, ClockedCollectives, Lap, Stretches, Timings
 from flatparam_plan.rehearsal import Rehearsal, rehearse
@@ -204,8 +205,8 @@ def test_a_sample_of_one_rank_has_three_blocks_and_times_its_steps(rehearsed: Re
 def test_the_names_of_this_machine() -> None:
     """The name says the transport; others are names of profiles."""
     names = ("this-machine", "this-machine:gloo", "this-machine:pigeon", "h100", None)
-    assert [hardware.transport_here(name) for name in names] == ["shared_memory", "gloo", None, None, None]
-    assert [hardware.device_of(name) for name in ("this-machine", "h100")] == ["cpu", "accelerator"]
+    assert [transport_here(name) for name in names] == ["shared_memory", "gloo", None, None, None]
+    assert [device_of(name) for name in ("this-machine", "h100")] == ["cpu", "accelerator"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatparam_comm import Residency
-from flatparam_runtime.passes.freeing import Moment, may_free
+from flatparam_runtime.passes.freeing import Juncture, may_free
 from flatparam_runtime.unit import Phase
 
 
@@ -107,7 +107,7 @@ def test_after_a_call(
 ) -> None:
     """Each row of CALL_ENDED decides as it says."""
     more = {"around": RECORDED} | more
-    assert may_free(_unit(**facts), Moment.CALL_ENDED, _call(**of_call), **more) is goes
+    assert may_free(_unit(**facts), Juncture.CALL_ENDED, _call(**of_call), **more) is goes
 
 
 def test_what_a_call_returned_stays() -> None:
@@ -115,8 +115,8 @@ def test_what_a_call_returned_stays() -> None:
     unit = _unit()
     call = _call(returned={id(unit)})
     call.returned = [unit]
-    assert not may_free(unit, Moment.CALL_ENDED, call, around=RECORDED)
-    assert not may_free(unit, Moment.READER_ENDED, call, around=RECORDED)
+    assert not may_free(unit, Juncture.CALL_ENDED, call, around=RECORDED)
+    assert not may_free(unit, Juncture.READER_ENDED, call, around=RECORDED)
 
 
 @pytest.mark.parametrize(
@@ -134,32 +134,32 @@ def test_what_a_call_returned_stays() -> None:
 )
 def test_after_a_reader(facts: dict[str, Any], of_call: dict[str, Any], around: Any, goes: bool) -> None:
     """Each row of READER_ENDED decides as it says."""
-    assert may_free(_unit(**facts), Moment.READER_ENDED, _call(**of_call), around=around) is goes
+    assert may_free(_unit(**facts), Juncture.READER_ENDED, _call(**of_call), around=around) is goes
 
 
 @pytest.mark.parametrize(
     ("moment", "facts", "is_kept", "goes"),
     [
-        (Moment.LOAN_ENDED, {}, False, True),
-        (Moment.LOAN_ENDED, {"is_needed": True}, False, False),
-        (Moment.LOAN_ENDED, {"phase": Phase.FORWARD}, False, False),
-        (Moment.LOAN_ENDED, {"free_after_forward": False}, False, False),
-        (Moment.FORWARD_ENDED, {}, False, False),
-        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING}, False, True),
-        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "phase": Phase.FORWARD}, False, False),
-        (Moment.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "are_held": True}, False, False),
-        (Moment.COMPLETE, {}, False, True),
-        (Moment.COMPLETE, {}, True, False),
-        (Moment.COMPLETE, {"synchronises": False}, False, True),
-        (Moment.COMPLETE, {"synchronises": False, "free_after_unsynced_backward": False}, False, False),
-        (Moment.COMPLETE, {"free_after_unsynced_backward": False}, False, True),
-        (Moment.PASS_BEGINS, {}, False, True),
-        (Moment.PASS_BEGINS, {}, True, False),
-        (Moment.PASS_BEGINS, {"are_held": True}, False, False),
-        (Moment.PASS_BEGINS, {"is_stale": True}, True, True),
-        (Moment.PASS_BEGINS, {"was_given_data": True, "are_held": True}, True, True),
+        (Juncture.LOAN_ENDED, {}, False, True),
+        (Juncture.LOAN_ENDED, {"is_needed": True}, False, False),
+        (Juncture.LOAN_ENDED, {"phase": Phase.FORWARD}, False, False),
+        (Juncture.LOAN_ENDED, {"free_after_forward": False}, False, False),
+        (Juncture.FORWARD_ENDED, {}, False, False),
+        (Juncture.FORWARD_ENDED, {"residency": Residency.UNSHARDING}, False, True),
+        (Juncture.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "phase": Phase.FORWARD}, False, False),
+        (Juncture.FORWARD_ENDED, {"residency": Residency.UNSHARDING, "are_held": True}, False, False),
+        (Juncture.COMPLETE, {}, False, True),
+        (Juncture.COMPLETE, {}, True, False),
+        (Juncture.COMPLETE, {"synchronises": False}, False, True),
+        (Juncture.COMPLETE, {"synchronises": False, "free_after_unsynced_backward": False}, False, False),
+        (Juncture.COMPLETE, {"free_after_unsynced_backward": False}, False, True),
+        (Juncture.PASS_BEGINS, {}, False, True),
+        (Juncture.PASS_BEGINS, {}, True, False),
+        (Juncture.PASS_BEGINS, {"are_held": True}, False, False),
+        (Juncture.PASS_BEGINS, {"is_stale": True}, True, True),
+        (Juncture.PASS_BEGINS, {"was_given_data": True, "are_held": True}, True, True),
     ],
 )
-def test_other_moments(moment: Moment, facts: dict[str, Any], is_kept: bool, goes: bool) -> None:
+def test_other_moments(moment: Juncture, facts: dict[str, Any], is_kept: bool, goes: bool) -> None:
     """Each row of the other moments decides as it says."""
     assert may_free(_unit(**facts), moment, is_kept=is_kept) is goes

@@ -21,7 +21,7 @@ from flatparam_core import FlatParameter
 __all__ = ["NAMES"]
 
 
-class _Names(FullyShardedDataParallel):
+class _WrapperNames(FullyShardedDataParallel):
     """Holds the attributes that the wrapper's class takes from here, one by one, when a program asks for them."""
 
     # The older methods for optimizer state
@@ -151,6 +151,6 @@ class _Names(FullyShardedDataParallel):
 
 
 NAMES: Final[Mapping[str, Any]] = {
-    name: value for name, value in vars(_Names).items() if not name.startswith("__")
+    name: value for name, value in vars(_WrapperNames).items() if not name.startswith("__")
 }
 """The attributes by name, as the class has them."""

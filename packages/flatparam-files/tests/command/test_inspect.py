@@ -91,7 +91,7 @@ def test_names_that_would_command_a_terminal(flatparam: Caller) -> None:
     assert "\\x1b[31m" in flatparam("diff", "@x.pt", "@run").out
     found = flatparam("export", "@x.pt", "@hf", "--to", "hf")
     assert found.status == 2
-    assert "a name that is no text: '\\ud800" in found.err
+    assert "expected text as the name of a tensor, found '\\ud800" in found.err
 
 
 def test_numbers_that_json_lacks(flatparam: Caller) -> None:

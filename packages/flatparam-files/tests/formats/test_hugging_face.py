@@ -128,7 +128,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
     ("index", "complaint"),
     [
         ("[]", "has no 'weight_map'"),
-        ("{", "is no JSON"),
+        ("{", "expected JSON, found"),
         ('{"weight_map": {}}', "has no 'weight_map'"),
         ('{"weight_map": {"w": "../m.safetensors"}}', "which is not a file beside it"),
         ('{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors"),

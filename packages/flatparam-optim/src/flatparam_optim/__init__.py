@@ -5,18 +5,18 @@ is sent back. See the guide `docs/guides/optimizers.md`.
 """
 
 from flatparam_optim.adafactor import Adafactor, TransformersAdafactor
-from flatparam_optim.matrices import (
-    MatrixStepper,
-    Routes,
-    WholeStep,
-    drop_flat_gradients,
-    follow_gradients,
-    newton_schulz_flops,
-    originals_in,
-)
+from flatparam_optim.matrices.matrix_owners import newton_schulz_flops
+from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in
+from flatparam_optim.matrices.routes import Routes
+from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam_optim.muon import Muon
-from flatparam_optim.segments import prepare_step, set_flat_steps, step_in_segments, tensors_stepped
+from flatparam_optim.segments.flat_steps import (
+    prepare_step,
+    set_flat_steps,
+    step_in_segments,
+    tensors_stepped,
+)
 from flatparam_optim.shampoo import Shampoo
 from flatparam_optim.whole_optimizer import WholeOptimizer
 

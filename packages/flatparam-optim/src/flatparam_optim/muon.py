@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_optim.matrices import newton_schulz_flops
+from flatparam_optim.matrices.matrix_owners import newton_schulz_flops
 from flatparam_optim.whole_optimizer import (
     Choice,
     WholeOptimizer,

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_core import FLAT_PARAM, clean_fqn
-from flatparam_optim.matrices import (
-    MatrixStepper,
-    WholeStep,
-    drop_flat_gradients,
-    follow_gradients,
-    originals_in,
-)
-from flatparam_optim.segments import step_in_segments
+from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in
+from flatparam_optim.matrices.stepper import MatrixStepper
+from flatparam_optim.segments.flat_steps import step_in_segments
 from flatparam_runtime import allow_shards
 
 __all__ = [

@@ -14,7 +14,7 @@ from flatparam_comm import Topology
 from flatparam_plan.plan_error import PlanError
 
 if TYPE_CHECKING:
-    from flatparam_plan.hardware import AnyProfile
+    from flatparam_plan.hardware.profile import AnyProfile
 
 __all__ = ["PlannedPolicy", "planned"]
 

@@ -10,10 +10,11 @@ import attrs
 from torch import Tensor, nn
 
 from flatparam_comm import sent_nbytes
-from flatparam_plan.hardware import Profile
+from flatparam_plan.hardware.profile import Profile
 from flatparam_plan.named_units import Outline, outline_of
 from flatparam_plan.rehearsal import Rehearsal, UnitFacts, rehearse
-from flatparam_plan.repeated import Template, rehearse_repeated
+from flatparam_plan.repeated.extension import rehearse_repeated
+from flatparam_plan.repeated.repeats import Template
 from flatparam_plan.report import Peak, Plan, UnitCosts
 from flatparam_plan.training import Call, Inputs, Setup, TrainingProgram
 
@@ -80,7 +81,7 @@ def plans_of(
     """The plans of `program` under several setups; see `plan`. What is measured on this machine is run in turn."""
     if profile is not None:
         # What predicts the time is not needed without a profile.
-        from flatparam_plan.hardware import transport_here
+        from flatparam_plan.hardware.profile import transport_here
         from flatparam_plan.here import predicted_here, setup_here
 
         transport = transport_here(profile)

@@ -18,8 +18,10 @@ from flatparam_comm import ByteLedger, NoStreams, SingleCollectives, Topology, a
 from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from flatparam_files import without_collector
 from flatparam_plan.costs import Costs, Counting, recorded, states_of
-from flatparam_plan.hollow import HollowMemory, Log, Work, without_compiler
-from flatparam_plan.hollow.kernels import operands_of
+from flatparam_plan.hollow.arena import Log
+from flatparam_plan.hollow.compiler import without_compiler
+from flatparam_plan.hollow.hollow_memory import HollowMemory
+from flatparam_plan.hollow.kernels import Work, operands_of
 from flatparam_plan.training import Call, Setup, Trained, TrainingProgram, train
 from flatparam_runtime import Event, Unit, UnitPlan, observe, shard_module, tree_of, units_in
 

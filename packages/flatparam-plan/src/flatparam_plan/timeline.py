@@ -11,7 +11,8 @@ import attrs
 from flatparam.observing.picture import Curve, Picture, Piece
 from flatparam.observing.table import columns, shown_seconds
 from flatparam_comm import sent_nbytes
-from flatparam_plan.hardware import AnyProfile, Profile, Stretches, Timings, profile_named
+from flatparam_plan.hardware.profile import AnyProfile, Profile, profile_named
+from flatparam_plan.hardware.stretches import Stretches, Timings
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Call
 
@@ -24,7 +25,7 @@ _ERROR: Final = (
     "ten of twelve such predictions were within 10 % of the median, "
     "the others 11 % below and 20 % above (docs/plans.md)"
 )
-"""The errors that `nox -s plan -- times` has measured."""
+"""The errors that `nox -s run -- plan times` has measured."""
 
 
 @final

@@ -14,7 +14,7 @@ from flatparam.observing.table import columns, shown_nbytes, shown_seconds
 from flatparam_files.command import ArgumentsError
 from flatparam_plan.command.named_model import program_of
 from flatparam_plan.costs import measure
-from flatparam_plan.hardware import device_of
+from flatparam_plan.hardware.profile import device_of
 from flatparam_plan.planner import plans_of
 from flatparam_plan.report import Plan
 from flatparam_plan.training import PlanError, Setup, TrainingProgram

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flatparam.resolving import Environment
 from flatparam_comm import Topology
 from flatparam_plan.fitting.fastest import fit
-from flatparam_plan.hardware import AnyProfile, device_of
-from flatparam_plan.hollow import hollow_copy
+from flatparam_plan.hardware.profile import AnyProfile, device_of
+from flatparam_plan.hollow.blank import hollow_copy
 from flatparam_plan.training import STRATEGIES, PlanError, Setup, TrainingProgram
 
 __all__ = ["Asked", "answer"]

@@ -13,7 +13,8 @@ import attrs
 
 from flatparam_plan.fitting.fitted import Fitted, choices_of, seconds_of, way_of
 from flatparam_plan.fitting.replayed import Keeping, Replay
-from flatparam_plan.hardware import AnyProfile, Profile, profile_named, timed_here, transport_here
+from flatparam_plan.hardware.profile import AnyProfile, Profile, profile_named, transport_here
+from flatparam_plan.hardware.samples import timed_here
 from flatparam_plan.here import predicted_here, profile_here, setup_here
 from flatparam_plan.named_units import NamedUnits, Outline, with_blocks
 from flatparam_plan.planner import Planner

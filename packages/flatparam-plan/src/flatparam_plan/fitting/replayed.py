@@ -10,7 +10,7 @@ from typing import Final, final
 import attrs
 import torch
 
-from flatparam_plan.hardware import Profile
+from flatparam_plan.hardware.profile import Profile
 from flatparam_plan.rehearsal import Rehearsal
 from flatparam_plan.timeline import seconds_of_calls
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
-from flatparam_plan.hollow import Work
+from flatparam_plan.hollow.kernels import Work
 from flatparam_plan.plan_error import PlanError
 
 __all__ = ["Profile", "Way", "AnyProfile", "device_of", "profile_named", "transport_here"]

@@ -11,7 +11,7 @@ import attrs
 
 from flatparam_comm import Totals
 from flatparam_plan.costs import STAGES, Costs, Resting, StepCosts
-from flatparam_plan.hollow import Log
+from flatparam_plan.hollow.arena import Log
 from flatparam_plan.rehearsal import Entry, Rehearsal, UnitFacts, rehearse
 from flatparam_plan.repeated.repeats import SHORT, Shortened, Template, runs_of, shortened
 from flatparam_plan.repeated.tape import Growth, Insertion, Tape, Written, compared

@@ -9,7 +9,8 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_plan.hollow import Log, Work
+from flatparam_plan.hollow.arena import Log
+from flatparam_plan.hollow.kernels import Work
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.repeated.repeats import Shortened
 from flatparam_plan.training import Call

@@ -16,7 +16,7 @@ from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam_comm import Topology
-from flatparam_plan.hollow import Blank
+from flatparam_plan.hollow.blank import Blank
 from flatparam_plan.plan_error import PlanError
 from flatparam_plan.training.named_modules import recompute, without_cache
 from flatparam_plan.training.program import Inputs, TrainingProgram

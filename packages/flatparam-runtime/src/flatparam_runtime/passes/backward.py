@@ -25,7 +25,7 @@ from flatparam_runtime.autograd import (
     profiled,
     will_run,
 )
-from flatparam_runtime.passes.freeing import Moment, free
+from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.passes.record import LeafKey, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
@@ -382,7 +382,7 @@ class BackwardPass:
         is_lent = not self.has_computed and any(map(self._is_active, unit.links.borrowers))
         # The graph of a gradient may have full parameters.
         is_computed = self.is_last and not torch.is_grad_enabled()
-        free(unit, Moment.COMPLETE, is_kept=is_lent, is_computed=is_computed)
+        free(unit, Juncture.COMPLETE, is_kept=is_lent, is_computed=is_computed)
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
         """Issue the reductions whose turn has come: of the complete units, the last to begin first."""

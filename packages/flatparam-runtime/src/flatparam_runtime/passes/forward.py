@@ -29,7 +29,7 @@ from flatparam_runtime.autograd import (
     untraced,
 )
 from flatparam_runtime.optimizers import check_in_backward_optimizers
-from flatparam_runtime.passes.freeing import Moment, free
+from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.lending import lend_what_is_read, take_back_unused
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
@@ -313,9 +313,9 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
         around = tree.forward
         is_computed = around is not None and not around.recorded and not tree.graphs
         for lender in unit.links.lenders:
-            free(lender, Moment.READER_ENDED, call, around, is_computed=is_computed)
+            free(lender, Juncture.READER_ENDED, call, around, is_computed=is_computed)
         is_next = _is_first_of_backward(tree, unit)
-        free(unit, Moment.CALL_ENDED, call, around, inside_backward, is_next, is_computed=is_computed)
+        free(unit, Juncture.CALL_ENDED, call, around, inside_backward, is_next, is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
     if tree.forward is not None and not inside_backward:
@@ -323,7 +323,7 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
     if call.is_top:
         for each in tree.units:
             if each.gather is not None:
-                free(each, Moment.FORWARD_ENDED)
+                free(each, Juncture.FORWARD_ENDED)
         if call.recorded:
             tree.graphs.add(call)
         tree.end_forward()

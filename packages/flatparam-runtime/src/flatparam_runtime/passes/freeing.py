@@ -8,10 +8,10 @@ from flatparam_comm import Residency
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
 
-__all__ = ["Moment", "free", "may_free"]
+__all__ = ["Juncture", "free", "may_free"]
 
 
-class Moment(enum.Enum):
+class Juncture(enum.Enum):
     """A moment of a pass at which a unit's full parameters may go."""
 
     PASS_BEGINS = "a forward pass begins"
@@ -24,7 +24,7 @@ class Moment(enum.Enum):
 
 def may_free(
     unit: Unit,
-    moment: Moment,
+    moment: Juncture,
     call: ForwardCall | None = None,
     around: ForwardPass | None = None,
     in_backward: bool = False,
@@ -54,17 +54,17 @@ def may_free(
         around: the forward pass around it.
     """
     plan = unit.plan
-    if moment is Moment.COMPLETE:
+    if moment is Juncture.COMPLETE:
         return not is_kept and (unit.reducer.synchronises or plan.free_after_unsynced_backward)
-    if moment is Moment.PASS_BEGINS:
+    if moment is Juncture.PASS_BEGINS:
         return unit.is_stale or not (is_kept or unit.showing.are_held) or unit.was_given_data
-    if moment is Moment.FORWARD_ENDED:
+    if moment is Juncture.FORWARD_ENDED:
         is_idle = unit.residency is Residency.UNSHARDING and unit.phase is Phase.IDLE
         return is_idle and not unit.showing.are_held
-    if moment is Moment.LOAN_ENDED:
+    if moment is Juncture.LOAN_ENDED:
         return plan.free_after_forward and unit.phase is Phase.IDLE and not unit.is_needed
     assert call is not None, "the other moments are those after a call"
-    if moment is Moment.READER_ENDED:
+    if moment is Juncture.READER_ENDED:
         if unit in call.returned or unit.phase is not Phase.IDLE or unit.is_needed:
             return False
         is_inference = around is not None and not around.recorded
@@ -85,7 +85,7 @@ def may_free(
 
 def free(
     unit: Unit,
-    moment: Moment,
+    moment: Juncture,
     call: ForwardCall | None = None,
     around: ForwardPass | None = None,
     in_backward: bool = False,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, untraced
-from flatparam_runtime.passes.freeing import Moment, free
+from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.tree import UnitTree, tree_of
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
 
@@ -107,4 +107,4 @@ def take_back_unused(reader: Unit, call: ForwardCall, unit: Unit) -> None:
     if call.lent[unit] == _holders(unit):
         del call.lent[unit]
         reader.give_back(unit)
-        free(unit, Moment.LOAN_ENDED)
+        free(unit, Juncture.LOAN_ENDED)

@@ -19,7 +19,7 @@ from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units
 from flatparam_runtime.autograd import in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
-from flatparam_runtime.passes.freeing import Moment, free
+from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.graphs import check_no_graphs
 from flatparam_runtime.passes.order import ForwardPass, next_forward
 from flatparam_runtime.unit import (
@@ -322,7 +322,7 @@ class UnitTree:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
             # Every rank must decide alike, and does: all run the same program, which steps or does not.
-            elif not free(unit, Moment.PASS_BEGINS, is_kept=self.keeps_unsharded):
+            elif not free(unit, Juncture.PASS_BEGINS, is_kept=self.keeps_unsharded):
                 unit.follow_training()
 
     def recover(self) -> None:
