@@ -98,8 +98,9 @@ class Environment:
         self.run("-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
         self.run("-m", "pip", "install", "--quiet", *FROM_DIST, *names)
         others = [each for each in PACKAGES if each not in names]
-        # The wrapper brings all add-ons along.
-        self.run("-m", "pip", "uninstall", "-qq", "--yes", *others)
+        if others:
+            # The wrapper brings all add-ons along.
+            self.run("-m", "pip", "uninstall", "-qq", "--yes", *others)
         look = "import importlib.util, sys; sys.exit([*filter(importlib.util.find_spec, sys.argv[1:])] or 0)"
         self.run("-I", "-c", look, *(each.replace("-", "_") for each in others), log=False)
 
