@@ -56,7 +56,7 @@ FIGURES: Final[Mapping[str, Budget]] = {
     "function docstrings without a verb": Budget(460, 500),
     'messages with "is no"': Budget(4, 0),
     "messages under 20 characters": Budget(5, 0),
-    "lines of docs over 120 columns": Budget(126, 0),
+    "lines of docs over 120 columns": Budget(132, 0),
     "fields of BackwardPass": Budget(14, 9),
     "fields of UnitTree": Budget(11, 9),
     "collections of a backward pass by unit": Budget(2, 2),
