@@ -115,7 +115,7 @@ def test_an_add_on_is_released_without_the_layers(clone: Path) -> None:
         "packages/flatparam/pyproject.toml",
     ]
     project = text_of(clone, "flatparam", "pyproject.toml")
-    assert project.count('"flatparam-plan>=0.1,<0.3"') == 2
+    assert project.count('"flatparam-plan>=0.1,<0.3"') == 3
     assert project.count('"flatparam-plan[transformers]>=0.1,<0.3"') == 1
 
 

@@ -60,7 +60,8 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
         ("flatparam-guard", "flatparam-onehost"),
     ),
     # The wrapper brings every add-on along, and has their names.
-    **dict.fromkeys(("flatparam", "flatparam-clients", "flatparam-plan"), tuple(ADDONS)),
+    **dict.fromkeys(("flatparam", "flatparam-plan"), tuple(ADDONS)),
+    "flatparam-clients": tuple(each for each in ADDONS if each != "flatparam-plan"),
 }
 
 
