@@ -209,6 +209,8 @@ def peak_nbytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell")
+# The memory of the process, of which other tests leave some: it takes a process that has run few.
+@pytest.mark.long
 def test_memory(tmp_path: Path) -> None:
     """The peak of both ranks together is their shards, and for each rank a tensor at most: never a whole model."""
 
@@ -653,6 +655,8 @@ def test_a_model_that_is_sharded(tmp_path: Path) -> None:
     on_ranks(2, rank)
 
 
+# Other bars of the same process may be drawn meanwhile.
+@pytest.mark.long
 def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first rank shows a bar over its bytes, if it is asked to, and no other does."""
     pytest.importorskip("tqdm")
