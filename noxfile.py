@@ -65,12 +65,12 @@ TYPES = ("-m", "mypy", *(f"packages/{name}/src" for name in PACKAGES), "tools", 
 
 @nox.session
 def alone(session: nox.Session) -> None:
-    """Each package alone: its tests with nothing above it installed, and no other add-on (`-- core comm -k x`)."""
+    """Each package alone: its tests with nothing above it but what they name in their extra (`-- core comm -k x`)."""
     chosen, extra = split_packages(session.posargs)
     environment = shared(session)
     for name in chosen or PACKAGES:
         environment.install_alone(tested_with(name))
-        session.log(f"Testing {name} with nothing above it, and no other add-on")
+        session.log(f"Testing {name} with {', '.join(tested_with(name))} and nothing else of ours")
         environment.pytest("-m", "not gpu and not long", f"packages/{name}/tests", *extra)
     if not chosen:
         environment.complete_packages()
