@@ -9,6 +9,8 @@ import pytest
 import yaml
 from bench.plots import digest, pictures
 
+from docs.test_reference import NOT_IMPORTED
+
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 FENCE = re.compile(r"^ *(?:`{3,}|~{3,})")
@@ -79,6 +81,8 @@ def documented(page: Path) -> list[tuple[str, object, str]]:
     found = []
     for match in DOCUMENTED.finditer(page.read_text(encoding="utf-8")):
         module, _, name = match["name"].rpartition(".")
+        if module == NOT_IMPORTED:
+            continue
         found.append((match["name"], getattr(importlib.import_module(module), name), match["options"]))
     return found
 

@@ -72,3 +72,16 @@ def test_what_nobody_keeps_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
         handle.reshard()
         assert handle.form.kept == []
         handle.drop_gradients()
+
+
+def test_memory_that_is_left_to_somebody_is_not_a_parameter_that_is_kept() -> None:
+    """Who has the memory alone, as a backend's thread may for an instant, has no parameter: no class is changed."""
+    module = nn.Linear(3, 2)
+    (handle,) = flatten_module(module, rank=0, world_size=2)
+    handle.begin_unshard()[0].fill_(3.0)
+    handle.finish_unshard()
+    handle.form.leave_to_holders()
+    memory = module.weight.data.numpy()
+    handle.reshard()
+    assert handle.form.kept == []
+    assert memory.tolist() == [[3.0] * 3] * 2

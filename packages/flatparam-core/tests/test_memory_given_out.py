@@ -90,3 +90,25 @@ def test_memory_is_left_once() -> None:
     handle.reshard()
     assert storage.nbytes() == 0
     assert handle.buffer.tensor.untyped_storage()._cdata == storage._cdata
+
+
+def test_a_backend_that_has_the_buffer_at_the_first_gather_is_not_counted_for_good() -> None:
+    """Its thread lets go a moment later; who has an array of a later pass keeps the values then."""
+    module = nn.Linear(2, 2)
+    handle = flatten_alone(module)
+    full, shard = handle.begin_unshard(copied=True)
+    full.copy_(shard)
+    handle.finish_unshard()
+    del full
+    for _ in range(2):
+        handle.form.leave_to_holders()
+        handle.reshard()
+        gather([handle])
+    handle.form.leave_to_holders()
+    given = module.weight.data.numpy()
+    before = module.weight.tolist()
+    handle.reshard()
+    gather([handle])
+    with torch.no_grad():
+        module.weight.zero_()
+    assert given.tolist() == before

@@ -56,7 +56,7 @@ class FullForm:
     _holders: int = 0
     """The references to the memory when they were counted; 0 if they were not."""
     _own_holders: int = 0
-    """The references to the memory while nobody else has any."""
+    """The references to the memory while nobody else has any: the least, since a backend's thread has some at times."""
     _references: list[int] = attrs.field(factory=list)
     """For each leaf, the references to it, from Python, while it is not shown and nobody else has any."""
     _has_nodes: bool = False
@@ -136,7 +136,7 @@ class FullForm:
         On an accelerator streams would have to agree on the memory, so it is freed.
         """
         if not self._holders and self.buffer.tensor.is_cpu:
-            self._holders = self._own_holders
+            self._own_holders = self._holders = min(self._own_holders, self.buffer.holders)
 
     def free(self) -> None:
         """Free the memory; the leaves stay, and `kept` has those that somebody else has.
@@ -149,6 +149,7 @@ class FullForm:
                 buffer.leave()
                 for index, leaf in enumerate(self.leaves):
                     leaf.data = buffer.view(index)
+                    del leaf  # or it counts as a reference of somebody else
             self._holders = 0
             found = [*map(sys.getrefcount, self.leaves)]
             if found != self._references:
@@ -195,9 +196,8 @@ class FullForm:
         gradients = [*map(_GRAD, leaves)]
         is_there = [*map(operator.is_not, gradients, itertools.repeat(None))]
         if not all(is_there):
-            indices, leaves, gradients = (
-                list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients)
-            )
+            chosen = (list(itertools.compress(each, is_there)) for each in (indices, leaves, gradients))
+            indices, leaves, gradients = chosen
         for leaf in leaves:
             leaf.grad = None
         if {torch.strided}.issuperset(map(_MEMORY, gradients)):
