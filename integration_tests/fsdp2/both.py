@@ -1,10 +1,11 @@
-"""Programs that train by `fully_shard`, run with torch's function and with flatparam's, on the same ranks."""
+"""Programs that train by `fully_shard`, run with torch's function and with both of flatparam's, on the same ranks."""
 
 from __future__ import annotations
 
 import importlib
 import traceback
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import flatparam
+from flatparam_clients.names import STATE_FUNCTIONS
+from flatparam_clients.second_door.names import fsdp2_names
 from flatparam_comm import Collectives
 
 STEPS = 4
@@ -67,19 +70,30 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 class Side:
-    """One of the two libraries: `fully_shard` and the names around it."""
+    """One of the libraries: `fully_shard` and the names around it.
+
+    "ours" is what `flatparam` has, with plain parameters; "door" what `flatparam.install()` puts in torch's places.
+    """
 
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
         self.rank = rank
         module: Any = flatparam if name == "ours" else importlib.import_module("torch.distributed.fsdp")
-        self.fully_shard: Any = module.fully_shard
+        installed = fsdp2_names()
+        self.fully_shard: Any = (
+            installed[module.__name__, "fully_shard"] if name == "door" else module.fully_shard
+        )
         self.MixedPrecisionPolicy: Any = module.MixedPrecisionPolicy
         self.CPUOffloadPolicy: Any = module.CPUOffloadPolicy
-        self.register_fsdp_forward_method: Any = module.register_fsdp_forward_method
-        states: Any = importlib.import_module(
-            "flatparam.checkpoint.state_dict" if name == "ours" else "torch.distributed.checkpoint.state_dict"
+        self.register_fsdp_forward_method: Any = (
+            module.register_fsdp_forward_method if name == "torch" else flatparam.register_fsdp_forward_method
         )
+        states: Any = importlib.import_module(
+            "flatparam.checkpoint.state_dict" if name == "ours" else STATE_FUNCTIONS
+        )
+        if name == "door":
+            known = {at[1]: value for at, value in installed.items() if at[0] == STATE_FUNCTIONS}
+            states = SimpleNamespace(StateDictOptions=states.StateDictOptions, **known)
         self.states = states
 
     def shard(self, model: nn.Module, **arguments: Any) -> Any:
@@ -116,8 +130,8 @@ def seeded(**arguments: Any) -> Model:
     return Model(**arguments)
 
 
-def run_both(ranks: Collectives, programs: Sequence[Program]) -> dict[str, tuple[Any, Any]]:
-    """What each program returns with torch's library, and with ours, or the traceback of its error.
+def run_both(ranks: Collectives, programs: Sequence[Program]) -> dict[str, tuple[Any, Any, Any]]:
+    """What each program returns with torch's library, with ours, and at its door, or the traceback of its error.
 
     One world of processes runs all of them, because torch's FSDP2 takes seconds to import.
     """
@@ -126,6 +140,7 @@ def run_both(ranks: Collectives, programs: Sequence[Program]) -> dict[str, tuple
         program.__name__: (
             _result(program, Side("torch", ranks.rank)),
             _result(program, Side("ours", ranks.rank)),
+            _result(program, Side("door", ranks.rank)),
         )
         for program in programs
     }

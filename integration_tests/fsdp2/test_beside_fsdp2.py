@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flatparam_comm.testing import run_processes
 
@@ -320,7 +322,7 @@ def other_method(side: Side) -> Any:
     model.encode(torch.ones(2, 4) + side.rank).sum().backward()
     return (
         [full(parameter.grad) for parameter in model.parameters()]
-        if side.name == "torch"
+        if side.name != "ours"
         else gradients(model)
     )
 
@@ -413,6 +415,48 @@ def in_a_container(side: Side) -> Any:
     return list(outer.state_dict()), state
 
 
+def optimized(side: Side) -> Any:
+    """Optimizers of several kinds: what they return, and the state that they show for each parameter."""
+    found = []
+    for kind, settings in (
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+    ):
+        model = side.shard(seeded())
+        optimizer = kind(model.parameters(), **settings)
+        losses = trained(side, model, optimizer)
+        states = [
+            {name: (type(value).__name__, full(value)) for name, value in optimizer.state[parameter].items()}
+            for parameter in model.parameters()
+        ]
+        found.append((losses, states, list(optimizer.state_dict()["state"])))
+    return found
+
+
+def shown(side: Side) -> Any:
+    """What programs read of parameters and gradients, and change in them."""
+    model, found = side.shard(seeded()), []
+    loss_of(model, side.rank, 0).backward()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        with torch.no_grad():
+            gradient.mul_(2.0)
+            parameter.add_(gradient, alpha=-0.1)
+            found.append((parameter**2).sum().full_tensor())
+        parameter.grad = gradient.clone()
+        facts = (tuple(parameter.shape), parameter.numel(), parameter.stride(), str(parameter.placements))
+        found.append((name, *facts, isinstance(parameter, nn.Parameter), parameter.is_leaf))
+        found += [full(parameter), full(parameter.grad), parameter.to_local().clone(), parameter.dtype]
+        found += [isinstance(parameter, DTensor), isinstance(gradient, DTensor), parameter.requires_grad]
+        found += [full(copy.deepcopy(parameter)), full(parameter.detach()), str(parameter.device_mesh.shape)]
+    model.zero_grad()
+    found += [parameter.grad for parameter in model.parameters()]
+    return found, trained(side, model, adamw(model)), state_of(model)
+
+
 PROGRAMS = [
     example,
     stepping_in_backward,
@@ -446,19 +490,26 @@ PROGRAMS = [
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, tuple[Any, Any]]]:
-    """What each program returns on each of two ranks, with torch's library and with ours."""
+def results() -> list[dict[str, tuple[Any, Any, Any]]]:
+    """What each program returns on each of two ranks, with torch's library, with ours, and at its door."""
     return run_processes(2, both.run_both, PROGRAMS)
 
 
+@pytest.mark.parametrize("side", [1, 2], ids=["plain", "door"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_same_bits(program: Callable[[Side], Any], results: list[dict[str, tuple[Any, Any]]]) -> None:
+def test_same_bits(
+    program: Callable[[Side], Any], side: int, results: list[dict[str, tuple[Any, Any, Any]]]
+) -> None:
     """In fp32 and bf16 on two CPU ranks, every loss, shape and dtype and the final state are FSDP2's, bit for bit."""
+    _check_same(results, program, side)
+
+
+def _check_same(results: list[dict[str, Any]], program: Callable[[Side], Any], side: int) -> None:
     for rank, of_rank in enumerate(results):
-        theirs, ours = of_rank[program.__name__]
+        theirs, ours = of_rank[program.__name__][0], of_rank[program.__name__][side]
         for found in (theirs, ours):
             assert not isinstance(found, Failed), found.traceback
-        assert_same(ours, theirs, f"rank {rank}")
+        assert_same(ours, theirs, f"{program.__name__}, rank {rank}")
 
 
 def test_clipping_differs_in_rounding_only() -> None:
@@ -467,7 +518,7 @@ def test_clipping_differs_in_rounding_only() -> None:
     FSDP2 adds up the squares of each parameter over the chunks of its first dimension; we those of a rank's flat shard.
     """
     for of_rank in run_processes(2, both.run_both, [clipped]):
-        theirs, ours = of_rank["clipped"]
+        theirs, ours, _ = of_rank["clipped"]
         for found in (theirs, ours):
             assert not isinstance(found, Failed), found.traceback
         for mine, expected in zip(ours[0], theirs[0], strict=True):
@@ -498,9 +549,16 @@ def hybrid_accumulating(side: Side) -> Any:
 def test_hybrid() -> None:
     """A mesh of two dimensions shards inside groups and holds copies across them: four ranks, FSDP2's bits."""
     programs = [hybrid, hybrid_accumulating]
-    for rank, of_rank in enumerate(run_processes(4, both.run_both, programs)):
-        for program in programs:
-            theirs, ours = of_rank[program.__name__]
-            for found in (theirs, ours):
-                assert not isinstance(found, Failed), found.traceback
-            assert_same(ours, theirs, f"{program.__name__}, rank {rank}")
+    found = run_processes(4, both.run_both, programs)
+    for program in programs:
+        for side in (1, 2):
+            _check_same(found, program, side)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_door_is_fsdp2(world_size: int) -> None:
+    """On any number of ranks, uneven rows too, programs see FSDP2's tensors, norms and optimizer states, bit for bit."""
+    programs = [example, clipped, optimized, mixed, frozen, accumulating, shown]
+    found = run_processes(world_size, both.run_both, programs)
+    for program in programs:
+        _check_same(found, program, 2)

@@ -26,11 +26,7 @@ pytestmark = pytest.mark.processes
 
 def functions_of(side: Side) -> Any:
     """The functions for distributed state that belong to the library."""
-    if side.name == "ours":
-        return our_functions
-    from torch.distributed.checkpoint import state_dict
-
-    return state_dict
+    return side.states
 
 
 def saved_by(side: Side, directory: str) -> Any:
@@ -59,13 +55,14 @@ def loaded_by(side: Side, directory: str) -> Any:
 
 
 def crossing(ranks: Collectives, directory: str) -> list[Any]:
-    theirs, ours = Side("torch", ranks.rank), Side("ours", ranks.rank)
+    theirs, ours, door = (Side(name, ranks.rank) for name in ("torch", "ours", "door"))
     return [
         saved_by(theirs, f"{directory}/theirs"),
         saved_by(ours, f"{directory}/ours"),
-        loaded_by(ours, f"{directory}/theirs"),
-        loaded_by(theirs, f"{directory}/ours"),
-        loaded_by(ours, f"{directory}/ours"),
+        saved_by(door, f"{directory}/door"),
+        *(loaded_by(side, f"{directory}/theirs") for side in (ours, door)),
+        *(loaded_by(side, f"{directory}/ours") for side in (theirs, ours, door)),
+        *(loaded_by(side, f"{directory}/door") for side in (theirs, ours)),
     ]
 
 

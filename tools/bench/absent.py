@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatparam_clients.second_door.sharding import fully_shard
 from flatparam_comm import (
     COMPLETED,
     Collectives,
@@ -105,6 +106,7 @@ CONTENDERS: Final[dict[str, Callable[[Setting], Training]]] = {
     "flatparam": ours,
     "flatparam, original": partial(ours, use_orig_params=True),
     "flatparam, fully_shard": in_place,
+    "flatparam, DTensors": partial(fsdp2, shard=fully_shard),
     "flatparam without c10d": _ours_without_c10d,
     "flatparam without c10d, original": partial(_ours_without_c10d, use_orig_params=True),
     "torch FSDP1": fsdp1,

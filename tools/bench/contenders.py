@@ -83,16 +83,16 @@ def fsdp1(setting: Setting, **arguments: Any) -> Training:
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
 
-def fsdp2(setting: Setting, **arguments: Any) -> Training:
-    """torch's second FSDP."""
+def fsdp2(setting: Setting, shard: Any = torch_fsdp.fully_shard, **arguments: Any) -> Training:
+    """torch's second FSDP, or what `flatparam.install()` puts in the place of its function."""
     model: nn.Module = setting.model()
     options: dict[str, Any] = {"mesh": _mesh(setting), "reshard_after_forward": True, **arguments}
     if setting.bf16:
         options["mp_policy"] = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for unit in [module for module in model.modules() if isinstance(module, setting.workload.unit)]:
-        torch_fsdp.fully_shard(unit, **options)
+        shard(unit, **options)
     del options["reshard_after_forward"]  # the outermost module's default is not to
-    torch_fsdp.fully_shard(model, **options)
+    shard(model, **options)
     return Training(model, optimizer_over(list(model.parameters())), setting.batch())
 
 

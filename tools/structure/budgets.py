@@ -24,12 +24,12 @@ class Budget:
 
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
-    "flatparam-core": Budget(5_300, 4_500),
-    "flatparam-comm": Budget(6_150, 5_500),
+    "flatparam-core": Budget(5_550, 4_500),
+    "flatparam-comm": Budget(6_200, 5_500),
     "flatparam-runtime": Budget(7_050, 5_500),
     "flatparam-state": Budget(5_600, 4_700),
-    "flatparam": Budget(8_150, 6_000),
-    "flatparam-clients": Budget(3_000, 8_000),
+    "flatparam": Budget(8_200, 6_000),
+    "flatparam-clients": Budget(3_600, 8_000),
     "flatparam-files": Budget(8_950, 8_000),
     "flatparam-checkpoint": Budget(3_400, 8_000),
     "flatparam-guard": Budget(3_150, 8_000),

@@ -319,7 +319,9 @@ def test_rules_that_mean_nothing_are_refused(make: object) -> None:
     """Blocks have a whole number of elements, at least one, and only blocks have a length."""
     with pytest.raises(LayoutError, match="blocks of"):
         make()  # type: ignore[operator]
-    with pytest.raises(LayoutError, match="one of 'element', 'block', 'row' and 'whole', found 'column'"):
+    with pytest.raises(
+        LayoutError, match="one of 'element', 'block', 'row', 'chunk' and 'whole', found 'column'"
+    ):
         LayoutRule("column")  # type: ignore[arg-type]
 
 

@@ -9,8 +9,10 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import fully_shard
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives
+from flatparam_runtime import summon_full_params
 
 from .models import Block, Transformer, mlp
 from .worlds import assert_same_state, inputs, on_ranks, train, train_on_mean
@@ -238,6 +240,45 @@ def test_tied_parameters_on_the_meta_device() -> None:
 
     for state in on_ranks(2, rank):
         assert torch.equal(state["head.weight"].view(-1), torch.arange(28.0))
+
+
+class Tied(nn.Module):
+    """An embedding and a head, which are units of their own, share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place", "list"])
+def test_a_tie_between_units_on_the_meta_device(how: str, use_orig_params: bool) -> None:
+    """The weight that one unit makes is the one that the other shows, and has the gradient of both."""
+    torch.manual_seed(1)
+    values = Tied().state_dict()
+
+    def gradient(world: Collectives, *, meta: bool) -> torch.Tensor:
+        model: Any = on_meta(Tied) if meta else Tied()
+        if how == "wrapper":
+            policy = ModuleWrapPolicy({nn.Embedding, nn.Linear})
+            model = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        else:
+            for unit in (model.embed, model.head) if how == "in place" else ([model.embed, model.head],):
+                fully_shard(unit)
+            fully_shard(model)
+        model.load_state_dict(values)
+        model(torch.arange(6) * world.rank % 6).square().sum().backward()
+        with summon_full_params(model, with_grads=True):
+            (parameter,) = model.parameters()
+            return parameter.grad.clone()
+
+    expected = on_ranks(2, lambda world: gradient(world, meta=False))
+    for found, wanted in zip(on_ranks(2, lambda world: gradient(world, meta=True)), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_memory_of_deferred_values() -> None:

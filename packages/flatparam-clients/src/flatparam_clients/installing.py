@@ -1,6 +1,6 @@
-"""Make FSDP1's names ours for the whole process, so that programs which know FSDP1 run on flatparam unchanged.
+"""Make the names of FSDP1 and FSDP2 ours for the whole process, so that programs which know them run unchanged.
 
-Attributes are patched, and modules stay what they are, because FSDP2 and the compiler live in the same ones. What is
+Attributes are patched, and modules stay what they are, because the compiler has its part in the same ones. What is
 patched, in this order:
 
 1. the names in torch's modules (`flatparam_clients.names` is the table);
@@ -35,6 +35,7 @@ from flatparam_clients.occasions import WHEN_WRAPPED
 from flatparam_clients.planning import patch_of_planner
 from flatparam_clients.reaching import note_wrapped
 from flatparam_clients.reading import patches_of_reader
+from flatparam_clients.second_door.names import fsdp2_names, sharded_by_torch
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -60,27 +61,31 @@ class Installation:
             uninstall()
 
 
-def install() -> Installation:
-    """Make the names of FSDP1 in `torch.distributed.fsdp` refer to flatparam, wherever programs import them from.
+def install(*, fsdp1: bool = True, fsdp2: bool = True) -> Installation:
+    """Make the names in `torch.distributed.fsdp` refer to flatparam, wherever programs import them from.
 
     That is: torch's modules, the modules that have imported a name already, and the functions of
-    `torch.distributed.checkpoint.state_dict`. FSDP2 and the compiler are left alone. Call it before a model is wrapped,
-    and before `Accelerator()`; a second call changes nothing. One line in the log `flatparam` lists what was patched.
+    `torch.distributed.checkpoint.state_dict`. The compiler is left alone. Call it before a model is sharded, and before
+    `Accelerator()`; a second call changes nothing. One line in the log `flatparam` lists what was patched.
+
+    Args:
+        fsdp1: whether the names of FSDP1 become ours: `FullyShardedDataParallel` and what belongs to it.
+        fsdp2: whether the names of FSDP2 do: `fully_shard`, whose parameters are `DTensor`s then, as torch's are.
 
     Returns:
         A context manager that may be ignored; `with flatparam.install():` undoes it at the end.
 
     Raises:
-        RuntimeError: if it is too late, because torch's FSDP1 has wrapped a model or accelerate has chosen its classes;
-            nothing is changed. Or if this torch has no distributed package.
+        RuntimeError: if it is too late, because torch has sharded a model or accelerate has chosen its classes; nothing
+            is changed. Or if this torch has no distributed package.
     """
     with LOCK:
         if INSTALLED:
             return Installation(())
         if not dist.is_available():
             raise RuntimeError("flatparam.install(): this torch was built without torch.distributed")
-        _refuse_if_late()
-        patches = apply(_patches())
+        _refuse_if_late(fsdp1=fsdp1, fsdp2=fsdp2)
+        patches = apply(_patches(fsdp1=fsdp1, fsdp2=fsdp2))
         INSTALLED[:] = patches
         WHEN_WRAPPED.append(_notice_programs)
         _LOGGER.info("install() made these names flatparam's: %s", _listed(patches))
@@ -114,20 +119,20 @@ def _listed(patches: Sequence[Patch]) -> str:
     return "; ".join(f"{of}: {', '.join(sorted(names[of]))}" for of in sorted(names))
 
 
-def _refuse_if_late() -> None:
+def _refuse_if_late(*, fsdp1: bool, fsdp2: bool) -> None:
     """Raise if objects exist that a patch would come too late for."""
-    found = _wrapped_by_torch()
-    if found:
-        # What is garbage does not count.
-        del found
-        gc.collect()
-        found = _wrapped_by_torch()
-    if found:
-        inside = type(found[0].module).__name__
-        raise RuntimeError(
-            f"flatparam.install(): expected no module that torch's FSDP1 has wrapped, found {len(found)}, such as the "
-            f"one around {inside}; call install() before the first module is wrapped. Nothing was changed"
-        )
+    asked = [("FSDP1", _wrapped_by_torch)] if fsdp1 else []
+    for who, look in [*asked, ("FSDP2", sharded_by_torch)] if fsdp2 else asked:
+        if look():
+            # What is garbage does not count.
+            gc.collect()
+        found = look()
+        if found:
+            inside = type(getattr(found[0], "module", found[0])).__name__
+            raise RuntimeError(
+                f"flatparam.install(): expected no module that torch's {who} has sharded, found {len(found)}, such as "
+                f"{inside}; call install() before the first module is sharded. Nothing was changed"
+            )
     accelerate = sys.modules.get("accelerate.state")
     if getattr(getattr(accelerate, "AcceleratorState", None), "_shared_state", None):
         raise RuntimeError(
@@ -150,15 +155,18 @@ def _torchs_class() -> Any:
     return importlib.import_module(f"{FSDP}.fully_sharded_data_parallel").FullyShardedDataParallel
 
 
-def _patches() -> Iterator[Patch]:
+def _patches(*, fsdp1: bool, fsdp2: bool) -> Iterator[Patch]:
     """Yield every patch, in the order in which they are put."""
     kind = _torchs_class()
     # Torch's own users of the names are to be there, so that they are patched.
     importlib.import_module("torch.distributed.checkpoint.state_dict")
+    names = {(each.module, each.name): each.ours for each in fsdp1_names()} if fsdp1 else {}
+    if fsdp2:
+        names = {**names, **fsdp2_names()}
     ours_for: dict[int, tuple[Any, Any]] = {}
     by_name = []
-    for name in fsdp1_names():
-        patch = Patch(importlib.import_module(name.module), name.name, name.ours)
+    for (module, name), ours in names.items():
+        patch = Patch(importlib.import_module(module), name, ours)
         if patch.before is not patch.value:
             by_name.append(patch)
             # Equal numbers and strings are one object, which means other things elsewhere.
@@ -167,11 +175,12 @@ def _patches() -> Iterator[Patch]:
     yield from by_name
     # These do not hold torch's objects any more.
     yield from patches_of_holders(ours_for)
-    yield from _patches_of_class(kind)
-    yield patch_of_children(install)
-    yield Patch(importlib.import_module("flatparam.state.settings"), "chunks_by_default", True)
-    yield patch_of_planner()
-    yield from patches_of_reader()
+    yield patch_of_children(functools.partial(install, fsdp1=fsdp1, fsdp2=fsdp2))
+    if fsdp1:
+        yield from _patches_of_class(kind)
+        yield Patch(importlib.import_module("flatparam.state.settings"), "chunks_by_default", True)
+        yield patch_of_planner()
+        yield from patches_of_reader()
 
 
 def _patches_of_class(theirs: Any) -> Iterator[Patch]:

@@ -19,6 +19,7 @@ from flatparam_core.flatten import (
     flatten_module,
 )
 from flatparam_core.geometry import (
+    CHUNK,
     ELEMENT,
     ROW,
     WHOLE,
@@ -59,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALIGNMENT_NBYTES",
+    "CHUNK",
     "ELEMENT",
     "CPU_ALIGNMENT_NBYTES",
     "FLAT_PARAM",

@@ -11,8 +11,17 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure import BoundParameter, discover
-from flatparam_core.geometry import ELEMENT, FlatLayout, LayoutRule, ParamSpec, pack_parameter, plan_layouts
+from flatparam_core.exposure import BoundParameter, discover, mark_owner
+from flatparam_core.geometry import (
+    CHUNK,
+    ELEMENT,
+    FlatLayout,
+    LayoutRule,
+    ParamSpec,
+    contiguous_stride,
+    pack_parameter,
+    plan_layouts,
+)
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage import Precision
@@ -61,6 +70,8 @@ class Flattening:
     _precision: Precision
     _places: dict[str, tuple[int, int]]
     """By parameter name, the index of its layout and of its slot there."""
+    _given: Sequence[BoundParameter]
+    """The parameters as `begin` was given them."""
 
     @classmethod
     def begin(
@@ -95,14 +106,16 @@ class Flattening:
         _check_unclaimed(bound)
         home, precision = device or _common_device(bound), precision or Precision()
         specs = [_spec(b, rule_of) for b in bound]
-        if use_orig_params:
+        # Chunks lie as torch's `fully_shard` has them, so that sums over ranks have its bits.
+        sorts = use_orig_params and all(spec.rule != CHUNK for spec in specs)
+        if sorts:
             # Parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md.
             specs.sort(key=lambda spec: len(spec.shape) < 2)
         of_shards = CPU_ALIGNMENT_NBYTES if home.type in ("cpu", "meta") else ALIGNMENT_NBYTES
         layouts = plan_layouts(
             specs,
             world_size=world_size,
-            alignment_nbytes=(ALIGNMENT_NBYTES if use_orig_params else of_shards).value,
+            alignment_nbytes=(ALIGNMENT_NBYTES if sorts else of_shards).value,
             shard_alignment_nbytes=of_shards.value,
             held_in=precision.held_in,
             shares=shares,
@@ -118,7 +131,7 @@ class Flattening:
             for number, layout in enumerate(layouts)
             for index, fqn in enumerate(layout.fqns)
         }
-        return cls(module, layouts, shards, rank, home, use_orig_params, precision, places)
+        return cls(module, layouts, shards, rank, home, use_orig_params, precision, places, bound)
 
     def pack(self, fqn: str, value: torch.Tensor) -> None:
         """Copy this rank's part of parameter `fqn`, whose full value is `value`, to its shard."""
@@ -132,7 +145,7 @@ class Flattening:
             bound: the parameters, under the names given to `begin`; they may be other objects by now.
         """
         by_name = {b.names[0]: b for b in bound}
-        return tuple(
+        handles = tuple(
             FlatParamHandle.create(
                 self.module,
                 [by_name[fqn] for fqn in layout.fqns],
@@ -145,6 +158,12 @@ class Flattening:
             )
             for layout, shard in zip(self.layouts, self.shards, strict=True)
         )
+        for b in self._given:
+            number, index = self._places[b.names[0]]
+            if b.parameter is not by_name[b.names[0]].parameter:
+                # A module outside may share the object that was there before.
+                mark_owner(b.parameter, handles[number], index)
+        return handles
 
 
 def flatten_module(
@@ -203,6 +222,8 @@ def flatten_module(
 
 def _spec(bound: BoundParameter, rule_of: RuleOf | None) -> ParamSpec:
     spec, rule = bound.spec, ELEMENT if rule_of is None else rule_of(bound)
+    if rule == CHUNK and not spec.is_row_major:
+        spec = attrs.evolve(spec, stride=contiguous_stride(spec.shape))
     return spec if rule == spec.rule else attrs.evolve(spec, rule=rule)
 
 

@@ -29,6 +29,7 @@ from flatparam_core.exposure import (
     MARKS,
     BoundParameter,
     Exposure,
+    Faces,
     FlatExposure,
     FreedParameter,
     OriginalExposure,
@@ -270,7 +271,7 @@ class FlatParamHandle:
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         if full.dtype == shard.dtype and full.device == shard.device:
             return full, shard
-        own = self.buffer.shard(self.rank)
+        own = full.new_empty(shard.numel()) if self.layout.is_chunked else self.buffer.shard(self.rank)
         own.copy_(shard, non_blocking=True)
         return full, own
 
@@ -517,7 +518,20 @@ class FlatParamHandle:
         self.exposure.show_shard()
         for index, parameter in self.exposure.originals().items():
             mark_owner(parameter, self, index)
+        if self.faces is not None:
+            self.wear(self.faces)
         return True
+
+    @property
+    def faces(self) -> Faces | None:
+        """What makes the parameters that the module shows in the place of originals, if anything does."""
+        return getattr(self.exposure, "faces", None)
+
+    def wear(self, faces: Faces) -> None:
+        """Have the module show a face of each parameter while it is sharded; original parameters have to be shown."""
+        assert isinstance(self.exposure, OriginalExposure)
+        for index, face in enumerate(self.exposure.wear(faces)):
+            mark_owner(face, self, index)
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:

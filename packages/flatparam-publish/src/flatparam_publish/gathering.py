@@ -87,30 +87,39 @@ class _TensorBucket:
             return _Gathered(self, tensor.to(self.dtype).reshape(-1), [])
         handle, group = self.place.handle, self.place.unit.topology.shard
         full = torch.empty(self.span.numel, dtype=self.dtype, device=handle.device)
-        own = self.span.overlap(handle.layout.shard_span(handle.rank))
-        _part(full, self.span, own).copy_(_of_shard(handle, own))
+        for own, shard in _owned(handle, self.span, handle.rank):
+            _part(full, self.span, own).copy_(handle.flat_param.detach()[shard.as_slice()])
         return _Gathered(self, full, list(self._begin(full, handle, group)))
 
     def _begin(self, full: Tensor, handle: FlatParamHandle, group: Collectives) -> Iterator[Any]:
         if group.size == 1 or not self.span:
             return
         layout, label = handle.layout, f"publish {self.pairs[0][1].name}"
-        if self.span.numel == layout.numel and not layout.uneven_numels:
+        if self.span.numel == layout.numel and not layout.is_apart:
             own = _part(full, self.span, layout.shard_span(handle.rank))
             yield group.all_gather(full, own, label=label)
             return
-        for rank in layout.ranks_in(self.span):
-            part = _part(full, self.span, self.span.overlap(layout.shard_span(rank)))
-            yield group.broadcast(part, root=rank, label=label)
+        for rank in range(group.size):
+            for span, _ in _owned(handle, self.span, rank):
+                yield group.broadcast(_part(full, self.span, span), root=rank, label=label)
 
 
 def _part(full: Tensor, span: Span, of: Span) -> Tensor:
     return full[of.start - span.start : of.stop - span.start]
 
 
-def _of_shard(handle: FlatParamHandle, span: Span) -> Tensor:
-    start = handle.layout.shard_span(handle.rank).start
-    return handle.flat_param.detach()[span.start - start : span.stop - start]
+def _owned(handle: FlatParamHandle, span: Span, rank: int) -> Iterator[tuple[Span, Span]]:
+    """Yield the parts of `span` of the flat parameter that `rank` owns, each with its place in the rank's shard."""
+    layout = handle.layout
+    if not layout.is_chunked:
+        shard = layout.shard_span(rank)
+        own = span.overlap(shard)
+        if own:
+            yield own, own.relative_to(shard.start)
+        return
+    for slot, fragment in zip(layout.slots, layout.fragments(rank), strict=True):
+        if fragment.in_param and span.overlap(slot.span):
+            yield fragment.in_param.shifted(slot.span.start), fragment.in_shard
 
 
 @final

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam_core import ELEMENT, ROW, WHOLE, LayoutRule, block_of
+from flatparam_core import CHUNK, ELEMENT, ROW, WHOLE, LayoutRule, block_of
 from flatparam_runtime import OptimizerKind, kind_of_optimizer
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "as_policy",
     "blocks",
     "by",
+    "chunk",
     "element",
     "for_optimizer",
     "row",
@@ -37,6 +38,8 @@ element: Final = ELEMENT
 """A boundary between ranks may lie anywhere: no padding. The rule if none is given."""
 row: Final = ROW
 """Each index of the first dimension stays on one rank."""
+chunk: Final = CHUNK
+"""Each rank has a chunk of the rows, as torch's `fully_shard` cuts them; for all parameters of a unit."""
 whole: Final = WHOLE
 """The parameter stays on one rank, in its own shape; the others have an empty part of it."""
 

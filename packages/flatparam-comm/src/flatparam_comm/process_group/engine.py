@@ -51,7 +51,16 @@ class ProcessGroupCollectives:
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = ("_calls", "_hash", "_is_gloo", "_rank", "_reference", "_sites", "_size")
+    __slots__ = (
+        "_calls",
+        "_hash",
+        "_is_gloo",
+        "_rank",
+        "_reference",
+        "_sites",
+        "_size",
+        "adds_in_rank_order",
+    )
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""
@@ -73,6 +82,8 @@ class ProcessGroupCollectives:
         self._rank, self._size = rank, found.size()
         self._hash = hash(found)
         self._is_gloo = groups.cpu_backend(found) == "gloo"
+        self.adds_in_rank_order = True
+        """Whether sums over gloo are exchanged parts, added here; gloo's own sums have an order of their own."""
         self._sites: dict[tuple[str, str], checks.Site] = {}
         self._calls: GroupMonitor | None = None
 
@@ -139,7 +150,8 @@ class ProcessGroupCollectives:
         calls = self._calls or self._find_calls()
         calls.begin(site, full.dtype, full.numel(), _REDUCTIONS[op])
         carried, carried_full = c10d.plain(output, full)
-        if op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu and self._is_gloo:
+        exchanges = self._is_gloo and (self.adds_in_rank_order or site.size == 2)
+        if exchanges and op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu:
             return self._exchange_and_add(site, calls, carried, carried_full)
         work = _issued(site, calls, c10d.reduce_scatter, carried, carried_full, op, self._reference())
         return _WorkPending(site, work, (output, full), calls, calls.issued)

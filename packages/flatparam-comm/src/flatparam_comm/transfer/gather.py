@@ -98,7 +98,7 @@ class Gather:
             if hook is not None:
                 check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
-            elif handle.forms.layout.uneven_numels:
+            elif handle.forms.layout.is_apart:
                 self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
             else:
                 self._pending.append(group.all_gather(full, shard, label=label))

@@ -183,7 +183,7 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            uneven = handle.forms.layout.uneven_numels
+            uneven = handle.forms.layout.is_apart
             in_parts = averaging.in_parts and not uneven and handle.gradients.is_apart
             if self._of_parts is not None and in_parts:
                 output, apart = handle.begin_reduce_parts()

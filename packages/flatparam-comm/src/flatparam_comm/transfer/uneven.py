@@ -30,6 +30,11 @@ def gather_shards(
         shard: 1-D, as many elements as the layout gives this rank; it may be this rank's slice of `full`.
         label: names the call in errors and ledgers.
     """
+    if layout.is_chunked:
+        shards = torch.empty_like(full)
+        return ContinuedPending(
+            group.all_gather(shards, shard, label=label), lambda: layout.spread(full, shards)
+        )
     if not layout.uneven_numels:
         return group.all_gather(full, shard, label=label)
     if _takes_any_lengths(group, full):
@@ -46,17 +51,17 @@ def gather_shards(
     mine[: shard.numel()].copy_(shard)
 
     @torch.no_grad()
-    def spread() -> None:
+    def copy() -> None:
         for own, part in _parts(layout, full, staged):
             own.copy_(part)
 
-    return ContinuedPending(group.all_gather(staged, mine, label=label), spread)
+    return ContinuedPending(group.all_gather(staged, mine, label=label), copy)
 
 
 def scatter_sums(
     group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
 ) -> Pending:
-    """Fill `output` with this rank's part of the sum of every rank's `full`; the shards differ in length.
+    """Fill `output` with this rank's part of the sum of every rank's `full`, which has not one equal part of each rank.
 
     Args:
         group: the ranks that share the flat parameter.
@@ -65,6 +70,8 @@ def scatter_sums(
         full: 1-D, `layout.numel` elements, of the dtype of `output`.
         label: names the call in errors and ledgers.
     """
+    if layout.is_chunked:
+        return group.reduce_scatter(output, layout.joined(full), label=label)
     if _takes_any_lengths(group, full):
         return _exchanged_and_added(group, layout, output, full, label)
     longest = max(layout.shard_numels)
@@ -118,11 +125,16 @@ def _parts(layout: FlatLayout, full: Tensor, staged: Tensor) -> list[tuple[Tenso
 
 
 def check_even(layout: FlatLayout, hook: str) -> None:
-    """Check that a hook in the place of a collective gets equal parts, as it takes for granted.
+    """Check that a hook in the place of a collective gets equal parts, end to end, as it takes for granted.
 
     Raises:
-        FlatParamError: if the shards differ in length; the message names `hook`.
+        FlatParamError: if the shards differ in length, or are chunks; the message names `hook`.
     """
+    if layout.is_chunked:
+        raise FlatParamError(
+            f"{layout.fqns[0]!r}, ...: each rank has a chunk of every parameter, and {hook} takes one part of the flat "
+            "parameter; leave out the hook, or the rule chunk"
+        )
     if layout.uneven_numels:
         raise FlatParamError(
             f"{layout.fqns[0]!r}, ...: the shards have from {min(layout.shard_numels)} to {max(layout.shard_numels)} "

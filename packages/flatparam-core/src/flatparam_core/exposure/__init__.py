@@ -5,11 +5,12 @@ from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.freed import FreedParameter
 from flatparam_core.exposure.original import OriginalExposure
 from flatparam_core.exposure.owners import MARKS, clear_owner, mark_owner, marked_owner
-from flatparam_core.exposure.protocol import Exposure
+from flatparam_core.exposure.protocol import Exposure, Faces
 
 __all__ = [
     "BoundParameter",
     "Exposure",
+    "Faces",
     "FlatExposure",
     "FreedParameter",
     "MARKS",

@@ -94,6 +94,10 @@ class FlatExposure:
         """See `Exposure.parameters`."""
         return (self.flat_param,)
 
+    def listed(self) -> Sequence[nn.Parameter]:
+        """See `Exposure.listed`."""
+        return self.parameters()
+
     def originals(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.originals`."""
         return self._followers.originals()

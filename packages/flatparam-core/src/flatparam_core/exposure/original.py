@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.protocol import give_values, new_values
+from flatparam_core.exposure.protocol import Faces, give_values, new_values
 from flatparam_core.exposure.replaced import replaced
 from flatparam_core.exposure.sites import Sites
 from flatparam_core.flat_parameter import FlatParameter
@@ -40,11 +40,19 @@ class OriginalExposure:
     _addresses: list[int] = attrs.field(factory=list)
     """The address of each original's part of the shard."""
     reading: Callable[[int], torch.Tensor | None] | None = None
+    faces: Faces | None = None
+    """What makes the parameters that modules show, and users hold, in the place of the originals, if anything does."""
+    _shown: list[nn.Parameter] = attrs.field(init=False)
+    """The sharded form: the originals, or a face of each."""
     _changes: int = 0
     """The number of changes of originals that are gone."""
     _pieces: ShardPieces = attrs.field(init=False)
     _is_here: list[bool] = attrs.field(init=False)
     """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
+
+    @_shown.default
+    def _show_originals(self) -> list[nn.Parameter]:
+        return self._originals
 
     @_pieces.default
     def _cut(self) -> ShardPieces:
@@ -53,6 +61,9 @@ class OriginalExposure:
     @_is_here.default
     def _look_what_is_here(self) -> list[bool]:
         layout = self.flat_param.flat_layout
+        if layout.is_chunked:
+            # As with torch's `fully_shard`, an empty chunk has an empty gradient.
+            return [True] * len(layout.slots)
         fragments = layout.fragments(self.flat_param.rank)
         return [bool(f.in_shard) or not slot.span for f, slot in zip(fragments, layout.slots, strict=True)]
 
@@ -67,14 +78,22 @@ class OriginalExposure:
         exposure.show_shard()
         return exposure
 
+    def wear(self, faces: Faces) -> Sequence[nn.Parameter]:
+        """Show a face of each original from now on, and return them; an optimizer that is made later holds faces."""
+        specs = [slot.spec for slot in self.flat_param.flat_layout.slots]
+        self.faces = faces
+        self._shown = [faces.make(each, spec) for each, spec in zip(self._originals, specs, strict=True)]
+        self.show_shard()
+        return self._shown
+
     def __getstate__(self) -> tuple[object, ...]:
         """Return the state for a copy."""
-        return self.flat_param, self._originals, self._sites
+        return self.flat_param, self._originals, self._sites, self.faces
 
-    def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites]) -> None:
+    def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites, Faces | None]) -> None:
         """Restore a copy, whose originals are views of nothing yet; see `FlatParamHandle.revive`."""
-        flat_param, originals, sites = state
-        type(self).__init__(self, flat_param, originals, sites, [_NOWHERE] * len(originals))
+        flat_param, originals, sites, faces = state
+        type(self).__init__(self, flat_param, originals, sites, [_NOWHERE] * len(originals), faces=faces)
 
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
@@ -89,6 +108,10 @@ class OriginalExposure:
     def parameters(self) -> Sequence[nn.Parameter]:
         """See `Exposure.parameters`."""
         return self._originals
+
+    def listed(self) -> Sequence[nn.Parameter]:
+        """See `Exposure.listed`."""
+        return self._shown
 
     def originals(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.originals`."""
@@ -119,7 +142,7 @@ class OriginalExposure:
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """See `Exposure.take_over`."""
-        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._originals))
+        registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._shown))
         if all(registered) and not self.was_given_data:
             return {}
         given: dict[int, nn.Parameter] = {}
@@ -133,8 +156,10 @@ class OriginalExposure:
                     )
             if found is None:
                 raise replaced(infos[0])
-            if found is not parameter or found.data_ptr() != self._addresses[index]:
-                given[index] = found
+            if found is not self._shown[index]:
+                given[index] = found if self.faces is None else self.faces.own_part(found)
+            elif parameter.data_ptr() != self._addresses[index]:
+                given[index] = parameter
         parts = {
             index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
             for index, found in given.items()
@@ -142,6 +167,9 @@ class OriginalExposure:
         before = {index: self._originals[index] for index in given}
         if given:
             give_values(self.flat_param, parts)
+        if self.faces is not None:
+            self._sites.put_back([*given])
+            return before
         for index, found in given.items():
             if found.grad is not None and found.grad.shape != self._pieces.shapes[index]:
                 # This gradient is a full one, for example from before sharding.
@@ -161,6 +189,9 @@ class OriginalExposure:
         for parameter, part in zip(self._originals, parts, strict=True):
             give_data(parameter, part)
         self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
+        if self.faces is not None and self._shown is not self._originals:
+            for face, parameter in zip(self._shown, self._originals, strict=True):
+                self.faces.follow(face, parameter)
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """See `Exposure.show`."""
@@ -172,7 +203,7 @@ class OriginalExposure:
 
     def show_shard(self) -> None:
         """See `Exposure.show_shard`."""
-        self._sites.put(self._originals, self._read)
+        self._sites.put(self._shown, self._read)
 
     def _read(self, index: int, registered: torch.Tensor | None) -> torch.Tensor | None:
         lent = None if self.reading is None else self.reading(index)

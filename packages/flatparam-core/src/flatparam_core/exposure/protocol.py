@@ -15,12 +15,28 @@ from torch import nn
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.geometry import FlatLayout, Fragment, fragment_shape, memory_view
+from flatparam_core.geometry import FlatLayout, Fragment, ParamSpec, fragment_shape, memory_view
 
-__all__ = ["Exposure", "Memory", "fragment_view", "give_values", "memory_of", "new_values"]
+__all__ = ["Exposure", "Faces", "Memory", "fragment_view", "give_values", "memory_of", "new_values"]
 
 Memory: TypeAlias = tuple[int, int]
 """The memory of a tensor: its address, and its number of elements."""
+
+
+class Faces(Protocol):
+    """Makes parameters that modules show in the place of originals while they are sharded, such as `DTensor`s."""
+
+    def make(self, original: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+        """Return the face of `original`, this rank's part of a parameter: it has the same memory, and its gradient."""
+        ...
+
+    def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
+        """Have `face` use the memory that `original` has now."""
+        ...
+
+    def own_part(self, given: nn.Parameter) -> nn.Parameter:
+        """Return this rank's part of what somebody has put in the place of a face; or what was given."""
+        ...
 
 
 class Exposure(Protocol):
@@ -38,6 +54,10 @@ class Exposure(Protocol):
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the leaves that an optimizer holds; they live as long as the unit."""
+        ...
+
+    def listed(self) -> Sequence[nn.Parameter]:
+        """Return what modules list for `parameters()`, one for one."""
         ...
 
     def originals(self) -> Mapping[int, nn.Parameter]:

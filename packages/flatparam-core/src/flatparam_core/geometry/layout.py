@@ -1,6 +1,7 @@
 """The position of each parameter in a flat parameter, and the part of it that each rank owns.
 
-Everything here is a frozen fact about integers: no rank is running, no tensor exists.
+Everything here is a frozen fact about integers: no rank is running, no tensor exists, but those that are passed to
+`FlatLayout.shard_of`, `joined` and `spread`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.placing import check_shares, place
-from flatparam_core.geometry.rules import ELEMENT
+from flatparam_core.geometry.rules import CHUNK, ELEMENT
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import ParamSpec
 
 __all__ = ["FlatLayout", "FlatParamShardMetadata", "Fragment", "Slot", "shard_metadata"]
 
 _NOTHING: Final = Span(0, 0)
+_BLOCKS: Final = "_flatparam_blocks"
+"""The attribute of a flat tensor that has its blocks."""
 
 
 @final
@@ -66,8 +69,8 @@ class FlatLayout:
     """One flat parameter: its slots in order, and its split over `world_size` ranks.
 
     All slots have one dtype. `numel` counts the elements of the unsharded flat parameter with all padding: the sum of
-    `shard_numels`. The ranks' shards lie end to end in it. No boundary between two ranks cuts what the rule of a
-    parameter keeps together.
+    `shard_numels`. The ranks' shards lie end to end in it, but if it `is_chunked`. No boundary between two ranks cuts
+    what the rule of a parameter keeps together.
     """
 
     slots: tuple[Slot, ...]
@@ -86,7 +89,8 @@ class FlatLayout:
             self._check_uneven()
         elif self.numel % self.world_size:
             raise LayoutError(f"{self.numel} elements cannot be split evenly over {self.world_size} ranks")
-        self._check_rules()
+        if not self.is_chunked:
+            self._check_rules()
 
     def _check_uneven(self) -> None:
         found = self.uneven_numels
@@ -174,6 +178,8 @@ class FlatLayout:
             LayoutError: if there is no parameter, the dtypes differ, a name occurs twice, or the shares do not fit.
         """
         check_shares(shares, world_size)
+        if any(spec.rule == CHUNK for spec in specs):
+            return cls._chunked(specs, world_size, alignment_nbytes, held_in, shares)
         step, pace = (
             _step(nbytes, specs[0].dtype, held_in) if nbytes and specs else 1
             for nbytes in (alignment_nbytes, shard_alignment_nbytes)
@@ -185,6 +191,32 @@ class FlatLayout:
         # One rank's shard is all of it, and ends where the last parameter does.
         rounded = world_size * pace if world_size > 1 else 1
         return cls(slots, world_size, -(-_end(slots) // rounded) * rounded)
+
+    @classmethod
+    def _chunked(
+        cls,
+        specs: Sequence[ParamSpec],
+        world_size: int,
+        alignment_nbytes: int,
+        held_in: Sequence[torch.dtype],
+        shares: Sequence[float],
+    ) -> FlatLayout:
+        other = next((spec for spec in specs if spec.rule != CHUNK or not spec.is_row_major), None)
+        if other is not None or len({*shares}) > 1:
+            why = (
+                "the ranks have different shares" if other is None else f"{other.fqn!r} has rule {other.rule}"
+            )
+            raise LayoutError(
+                f"{specs[0].fqn!r}, ...: chunks are cut of all parameters of a unit, row-major, and for equal shares, "
+                f"but {why}"
+            )
+        step = _step(alignment_nbytes, specs[0].dtype, held_in) if alignment_nbytes else 1
+        slots, width = [], 0
+        for spec in specs:
+            start = -(-width // step) * step
+            slots.append(Slot(spec, Span(start * world_size, start * world_size + spec.numel)))
+            width = start + _chunk(spec, world_size)
+        return cls(tuple(slots), world_size, -(-width // step) * step * world_size)
 
     @classmethod
     def _placed(
@@ -243,6 +275,67 @@ class FlatLayout:
         return not self.uneven_numels and all(slot.spec.rule == ELEMENT for slot in self.slots)
 
     @cached_property
+    def is_chunked(self) -> bool:
+        """Whether each rank has a chunk of every parameter, so that its shard is no interval of the flat parameter.
+
+        Parameter `i` then begins at `world_size * o` in the flat parameter, and its chunk at `o` in every shard. What
+        ranks exchange has their shards end to end: `joined` makes it, and `spread` takes it apart.
+        """
+        return self.world_size > 1 and self.slots[0].spec.rule == CHUNK
+
+    @cached_property
+    def is_apart(self) -> bool:
+        """Whether the flat parameter is anything but equal parts, one of each rank, end to end."""
+        return bool(self.uneven_numels) or self.is_chunked
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """If it `is_chunked`: the lengths of the chunks in a shard, and of the padding between them, in elements."""
+        found, end = [], 0
+        for slot in self.slots:
+            start, chunk = slot.span.start // self.world_size, _chunk(slot.spec, self.world_size)
+            found += [start - end, chunk]
+            end = start + chunk
+        return tuple(filter(None, (*found, self.numel // self.world_size - end)))
+
+    @cached_property
+    def _templates(self) -> list[torch.Tensor]:
+        """A tensor of the shape of each block, without memory of its own."""
+        one = torch.empty((), device="cpu")
+        return [one.expand(self.world_size, width) for width in self.columns]
+
+    def _blocks(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """For each parameter, and each stretch of padding, its chunks as rows of a view of `full`, which keeps them."""
+        known: tuple[FlatLayout, list[torch.Tensor]] | None = vars(full).get(_BLOCKS)
+        if known is None or known[0] is not self:
+            # Of an alias: a view refers to what it was made of, which would live as long as itself.
+            blocks = torch._C._nn.unflatten_dense_tensors(full.detach(), self._templates)
+            known = vars(full)[_BLOCKS] = (self, list(blocks))
+        return known[1]
+
+    def shard_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the shard of `rank`, 1-D, of `full`, a flat tensor: a view, or a copy if it `is_chunked`."""
+        if self.is_chunked and self.numel:
+            return torch.cat([block[rank] for block in self._blocks(full.detach())])
+        return full[self.shard_span(rank).as_slice()]
+
+    @torch.no_grad()
+    def joined(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the shards of all ranks, end to end, of `full`, a flat tensor, if it `is_chunked`: a copy."""
+        return torch.cat(self._blocks(full), dim=1).view(-1)
+
+    @torch.no_grad()
+    def spread(self, full: torch.Tensor, shards: torch.Tensor) -> None:
+        """Fill `full` with the parameters, each in one piece, by one call, if the layout `is_chunked`.
+
+        Args:
+            full: 1-D, `numel` elements.
+            shards: as many: the shards of all ranks, end to end.
+        """
+        rows = shards.view(self.world_size, -1)
+        torch.split_with_sizes_copy(rows, self.columns, dim=1, out=self._blocks(full))
+
+    @cached_property
     def fqns(self) -> tuple[str, ...]:
         """The parameters' names in the order of the slots."""
         return tuple(slot.spec.fqn for slot in self.slots)
@@ -262,7 +355,7 @@ class FlatLayout:
         return tuple(gaps)
 
     def shard_span(self, rank: int) -> Span:
-        """Return the part of the flat parameter that `rank` owns.
+        """Return the part of the flat parameter that `rank` owns, or of the shards end to end if it `is_chunked`.
 
         Raises:
             LayoutError: if `rank` is not in `[0, world_size)`.
@@ -277,6 +370,16 @@ class FlatLayout:
 
     def _fragment(self, index: int, shard: Span) -> Fragment:
         slot = self.slots[index].span
+        if self.is_chunked:
+            chunk, start = _chunk(self.slots[index].spec, self.world_size), slot.start // self.world_size
+            own = Span(0, slot.numel).overlap(
+                Span(0, chunk).shifted(shard.start // (shard.numel or 1) * chunk)
+            )
+            return (
+                Fragment(index, own, Span(start, start + own.numel))
+                if own
+                else Fragment(index, _NOTHING, _NOTHING)
+            )
         common = slot.overlap(shard)
         if not common:
             return Fragment(index, _NOTHING, _NOTHING)
@@ -284,6 +387,9 @@ class FlatLayout:
 
     def ranks_of(self, index: int) -> range:
         """Return the ranks that own elements of parameter `index`; none if the parameter is empty."""
+        if self.is_chunked:
+            spec = self.slots[index].spec
+            return range(-(-spec.numel // max(1, _chunk(spec, self.world_size))))
         return self.ranks_in(self.slots[index].span)
 
     def ranks_in(self, span: Span) -> range:
@@ -313,6 +419,12 @@ def _end_to_end(specs: Sequence[ParamSpec], step: int) -> tuple[Slot, ...]:
         start = -(-_end(slots) // step) * step
         slots.append(Slot(spec, Span(start, start + spec.numel)))
     return tuple(slots)
+
+
+def _chunk(spec: ParamSpec, world_size: int) -> int:
+    """The elements of the longest chunk of a parameter, which is the first."""
+    rows = spec.numel // spec.grain
+    return -(-rows // world_size) * spec.grain
 
 
 def _end(slots: Sequence[Slot]) -> int:

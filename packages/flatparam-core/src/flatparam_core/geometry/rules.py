@@ -10,26 +10,26 @@ import attrs
 
 from flatparam_core.errors import LayoutError
 
-__all__ = ["ELEMENT", "ROW", "WHOLE", "LayoutRule", "block_of"]
+__all__ = ["CHUNK", "ELEMENT", "ROW", "WHOLE", "LayoutRule", "block_of"]
 
 
 @final
 @attrs.frozen
 class LayoutRule:
-    """The piece of one parameter that stays on one rank: `ELEMENT`, `block_of(k)`, `ROW` or `WHOLE`.
+    """The piece of one parameter that stays on one rank: `ELEMENT`, `block_of(k)`, `ROW`, `CHUNK` or `WHOLE`.
 
     A boundary between two ranks lies at a multiple of the rule's grain, counted in elements from the parameter's
     first one in memory order, or it does not cut the parameter.
     """
 
-    kind: Literal["element", "block", "row", "whole"]
+    kind: Literal["element", "block", "row", "chunk", "whole"]
     block_numel: int = 1
     """The elements of a block; 1 for the other kinds."""
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in ("element", "block", "row", "whole"):
+        if self.kind not in ("element", "block", "row", "chunk", "whole"):
             raise LayoutError(
-                f"a layout rule is one of 'element', 'block', 'row' and 'whole', found {self.kind!r}"
+                f"a layout rule is one of 'element', 'block', 'row', 'chunk' and 'whole', found {self.kind!r}"
             )
         if type(self.block_numel) is not int:
             raise LayoutError(
@@ -55,7 +55,7 @@ class LayoutRule:
             stride: its dense strides, in elements.
         """
         numel = math.prod(shape)
-        if self.kind == "row":
+        if self.kind in ("row", "chunk"):
             row = _row_numel(shape, stride, numel)
         else:
             row = numel if self.kind == "whole" else self.block_numel
@@ -74,6 +74,8 @@ ELEMENT: Final = LayoutRule("element")
 """A boundary between ranks may lie anywhere."""
 ROW: Final = LayoutRule("row")
 """Each index of the first dimension stays on one rank; of a 1-D parameter, each element."""
+CHUNK: Final = LayoutRule("chunk")
+"""Each rank has the chunk of the first dimension that `torch.chunk` would give it, as with torch's `fully_shard`."""
 WHOLE: Final = LayoutRule("whole")
 """The parameter stays on one rank."""
 

@@ -73,7 +73,7 @@ def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
     if spec.shape and spec.numel and spec.is_row_major:
         if layout.world_size == 1:
             return spec.shape
-        if spec.rule.kind in ("row", "whole"):
+        if spec.rule.kind in ("row", "chunk", "whole"):
             return (numel * spec.shape[0] // spec.numel, *spec.shape[1:])
     return (numel, *(1,) * (len(spec.shape) - 1))
 

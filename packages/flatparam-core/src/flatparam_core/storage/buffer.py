@@ -223,8 +223,8 @@ class FlatBuffer:
             self._source = None
 
     def shard(self, rank: int) -> torch.Tensor:
-        """Return the slice of `rank` in the allocated buffer, 1-D, `layout.shard_numel` elements, a view."""
-        return self.tensor[self.layout.shard_span(rank).as_slice()]
+        """Return the shard of `rank` in the allocated buffer, 1-D, `layout.shard_numel` elements: a view, or chunks."""
+        return self.layout.shard_of(self.tensor, rank)
 
     def view(self, index: int) -> torch.Tensor:
         """Parameter `index` in its shape and memory order, as a view with a version counter of its own.

@@ -212,8 +212,7 @@ class _Copy:
             sent = full.to(self.handle.device)
             self.unit.topology.group.broadcast(sent, root=0, label=self.unit.name).wait()
             full = sent
-        span = self.handle.layout.shard_span(self.handle.rank)
-        return full[span.as_slice()].to(self.handle.flat_param.device)
+        return self.handle.layout.shard_of(full, self.handle.rank).to(self.handle.flat_param.device)
 
 
 def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:

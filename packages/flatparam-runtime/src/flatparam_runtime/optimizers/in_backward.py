@@ -16,7 +16,7 @@ _HOOKS_OF: Final = operator.attrgetter(HOOKS)
 
 def acts_in_backward(handle: FlatParamHandle) -> bool:
     """Whether a parameter of `handle` has a hook, or an optimizer, that uses its gradient as soon as it is there."""
-    parameters = handle.exposure.parameters()
+    parameters = handle.exposure.listed()
     has_optimizer = any(map(operator.contains, map(vars, parameters), itertools.repeat(IN_BACKWARD)))
     return has_optimizer or any(map(_HOOKS_OF, parameters))
 
@@ -31,7 +31,7 @@ def step_in_backward(handle: FlatParamHandle, arrived: bytes) -> None:
     """
     if not acts_in_backward(handle):
         return
-    parameters = handle.exposure.parameters()
+    parameters = handle.exposure.listed()
     got = arrived if len(arrived) == len(parameters) else bytes([1]) * len(parameters)
     for parameter, is_new in zip(parameters, got, strict=True):
         if parameter.grad is None:
@@ -55,7 +55,7 @@ def check_in_backward_optimizers(handle: FlatParamHandle, *, is_guarded: bool = 
     Raises:
         FlatParamError: naming the first parameter that has one.
     """
-    parameters = handle.exposure.parameters()
+    parameters = handle.exposure.listed()
     has_originals = len(parameters) == len(handle.leaves) and parameters[0] is not handle.flat_param
     if has_originals and not is_guarded:
         return

@@ -37,6 +37,7 @@ def fully_shard(
     dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
     layout: LayoutPolicy | RuleFunction | None = ...,
+    values_later: bool = ...,
 ) -> FSDPModule: ...
 
 
@@ -53,6 +54,7 @@ def fully_shard(
     dp_mesh_dims: object = ...,
     nonfinite: Nonfinite = ...,
     layout: LayoutPolicy | RuleFunction | None = ...,
+    values_later: bool = ...,
 ) -> Sequence[FSDPModule]: ...
 
 
@@ -68,6 +70,7 @@ def fully_shard(
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
     layout: LayoutPolicy | RuleFunction | None = None,
+    values_later: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over ranks, in place, and return the module.
 
@@ -93,6 +96,8 @@ def fully_shard(
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
+        values_later: whether parameters on the meta device whose module has no `reset_parameters()` are zero until a
+            load gives them values; otherwise they are refused. Not in FSDP2.
 
     Returns:
         What was passed: the module, or the list.
@@ -123,11 +128,13 @@ def fully_shard(
             ignored_params=ignored,
             nonfinite=nonfinite,
             layout=layout,
+            values_later=values_later,
         )
         for each in modules
     ]
     for each, resolved in zip(modules, found, strict=True):
-        _check_can_be_made(each, resolved)
+        if not values_later:
+            _check_can_be_made(each, resolved)
     for each, resolved in zip(modules, found, strict=True):
         _shard(each, resolved)
     return module

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam.api import MixedPrecision, ShardingStrategy
-from flatparam.in_place.initialising import buffers_to_come
+from flatparam.in_place.initialising import values_to_come
 from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, as_policy
 from flatparam.resolving import (
     Arguments,
@@ -37,6 +37,7 @@ def resolve_in_place(
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
     layout: Any = None,
+    values_later: bool = False,
 ) -> Resolved:
     """Return the settings of `module`; see `fully_shard`.
 
@@ -65,7 +66,7 @@ def resolve_in_place(
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(
-        Arguments(param_init_fn=buffers_to_come(module, ignored)),
+        Arguments(param_init_fn=values_to_come(module, ignored, parameters=values_later)),
         ShardingStrategy.FULL_SHARD,
         plan,
         ignored,

@@ -15,7 +15,7 @@ from flatparam_core import FlatParamError
 from flatparam_runtime import Unit, summon_full_params, unit_of, units_in
 from flatparam_state.values_later import ValuesLater
 
-__all__ = ["buffers_to_come", "initialisers_of", "make_on_device"]
+__all__ = ["initialisers_of", "make_on_device", "values_to_come"]
 
 #: The methods by which modules give themselves values: torch's convention, and that of many models.
 _METHODS: Final = ("reset_parameters", "init_weights")
@@ -40,14 +40,23 @@ def _with_full_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
     return initialise
 
 
-def buffers_to_come(module: nn.Module, ignored: Ignored) -> ValuesLater | None:
-    """The buffers on the meta device to which nothing in their module gives values; `make_on_device` makes them."""
+def values_to_come(module: nn.Module, ignored: Ignored, *, parameters: bool) -> ValuesLater | None:
+    """The tensors on the meta device to which nothing in their module gives values.
+
+    Buffers are made by `make_on_device`.
+
+    Args:
+        parameters: whether parameters are among them.
+    """
     found = [
-        buffer
+        tensor
         for child in own_modules(module, ignored)
         if not callable(getattr(child, "reset_parameters", None))
-        for buffer in child.buffers(recurse=False)
-        if buffer.is_meta
+        for tensor in (
+            *child.buffers(recurse=False),
+            *(child.parameters(recurse=False) if parameters else ()),
+        )
+        if tensor.is_meta
     ]
     return ValuesLater.of(found) if found else None
 

@@ -288,7 +288,7 @@ class FSDPModule(_Base):
         """Return how to make a copy: the class is made anew from the one that was sharded."""
         # A string is what a module without content of its own may return, and none does.
         _, _, *content = cast("tuple[Any, ...]", super().__reduce_ex__(2))
-        return (_empty, (type(self)._sharded_class,), *content)
+        return (_empty, (type(self)._sharded_class, type(self).__bases__[0]), *content)
 
     def __setstate__(self, content: dict[str, Any]) -> None:
         """Become a copy of a different module, or one from a file."""
@@ -311,13 +311,13 @@ class FSDPModule(_Base):
         return runtime.units_in(self) if recurse else (self._unit,)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
 """For each class, the one of its modules that are sharded in place."""
 
 
-def class_for(original: type[nn.Module]) -> type[nn.Module]:
+def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> type[nn.Module]:
     """Return the class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
-    found = _CLASSES.get(original)
+    found = _CLASSES.get((original, base))
     if found is None:
         content = {
             "_sharded_class": original,
@@ -325,14 +325,14 @@ def class_for(original: type[nn.Module]) -> type[nn.Module]:
             "__doc__": original.__doc__,
             **initialisers_of(original),
         }
-        found = cast("type[nn.Module]", type(f"FSDP{original.__name__}", (FSDPModule, original), content))
-        _CLASSES[original] = found
+        found = cast("type[nn.Module]", type(f"FSDP{original.__name__}", (base, original), content))
+        _CLASSES[original, base] = found
     return found
 
 
-def _empty(original: type[nn.Module]) -> nn.Module:
+def _empty(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> nn.Module:
     """Return a sharded module without content, for a copy to fill."""
-    return object.__new__(class_for(original))
+    return object.__new__(class_for(original, base))
 
 
 def refuse_in_place(module: nn.Module) -> None:

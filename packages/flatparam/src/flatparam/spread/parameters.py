@@ -10,6 +10,11 @@ __all__ = ["unit_that_spreads"]
 
 
 def unit_that_spreads(parameter: Any) -> Unit | None:
-    """Return the unit that holds `parameter`, if it has several ranks to hold it; `None` for any other."""
+    """Return the unit that holds `parameter`, if it has several ranks to hold it; `None` for any other.
+
+    A parameter that is a `DTensor` answers for all ranks itself: torch's functions are right about it.
+    """
     unit = holder_of_parameter(parameter)
-    return None if unit is None or unit.topology.shard.size == 1 else unit
+    return (
+        None if unit is None or unit.topology.shard.size == 1 or hasattr(parameter, "_local_tensor") else unit
+    )

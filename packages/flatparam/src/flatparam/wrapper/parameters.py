@@ -42,7 +42,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
     unit = holder_of(handle)
     if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING or handle.exposure.hides_shard:
         return parameter
-    held = handle.exposure.parameters()
+    held = handle.exposure.listed()
     return held[index] if held[0] is not handle.flat_param else None
 
 

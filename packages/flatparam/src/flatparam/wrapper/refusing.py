@@ -133,6 +133,8 @@ def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     unit = unit_of(module) or next(filter(None, own), None)
     if unit is None or unit.phase is Phase.INSPECTING or _asks_names.get():
         return
+    if any(handle.faces is not None for handle in unit.handles):
+        return
     has_all = unit.plan.use_orig_params and all(handle.is_whole for handle in unit.handles)
     if has_all or all(handle.is_unsharded for handle in unit.handles):
         return

@@ -1,0 +1,177 @@
+"""A parameter that is a `DTensor`, as FSDP2's are, over this rank's part, which is a plain tensor in a flat shard."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from flatparam_core import ParamSpec
+
+__all__ = ["DTensorFaces", "ShardedParameter", "as_presented", "as_stored"]
+
+_HELD_HERE: Final = 2
+"""The references to a gradient's `DTensor` that are ours: of its parameter, and of the call that counts."""
+
+
+class ShardedParameter(DTensor):
+    """A parameter of a module that `fully_shard` has sharded: a `DTensor`, cut along dimension 0.
+
+    Its local part is a view of the flat shard, so that both have the same values at any time. The gradient and
+    `requires_grad` are those of `original`, the plain parameter that flatparam trains. Operations give `DTensor`s, as
+    with torch's.
+    """
+
+    original: nn.Parameter
+    _shown_grad: DTensor | None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, a `DTensor` over that of the plain parameter."""
+        local, shown = self.original.grad, self._shown_grad
+        if local is None:
+            return None
+        if shown is not None and shown._local_tensor is local:
+            return shown
+        if shown is None or shown.dtype != local.dtype or sys.getrefcount(shown) > _HELD_HERE + 1:
+            shown = self._shown_grad = presented(local, self)
+        else:
+            # Nobody else has it: it stands for the gradient of this step now.
+            shown._local_tensor = local
+        return shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.original.grad = None
+            return
+        if not isinstance(value, DTensor) or value.shape != self.shape:
+            raise RuntimeError(
+                f"a gradient of this parameter is a DTensor of shape {tuple(self.shape)}, found a "
+                f"{type(value).__name__} of shape {tuple(value.shape)}; to change what this rank has of it, use "
+                "parameter.grad.to_local()"
+            )
+        if value.placements != self.placements:
+            value = value.redistribute(self.device_mesh, self.placements)
+        local = value._local_tensor
+        if local.dtype != self.original.dtype:
+            self.original.grad_dtype = None
+        self.original.grad = local
+        self._shown_grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained."""
+        return self.original.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Train the parameter from now on, or do not."""
+        self.original.requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a parameter with memory of its own, a plain `DTensor`: no module is sharded with it."""
+        if id(self) not in memo:
+            copy = nn.Parameter(presented(self._local_tensor.clone(), self), self.requires_grad)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to make the plain `DTensor` parameter with the same values."""
+        return nn.Parameter, (self.detach(), self.requires_grad)
+
+
+def presented(local: Tensor, like: DTensor) -> DTensor:
+    """Return the `DTensor` over `local`, of any dtype, that has the shape and the placements of `like`."""
+    spec: Any = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    made: Any = DTensor
+    return made(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def as_presented(value: Any, face: ShardedParameter, before: Any) -> Any:
+    """Return what an optimizer's state has for `value` while it holds `face`: a `DTensor` if it has the part's shape.
+
+    Args:
+        before: what stood for the value of the last step.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != face.original.shape:
+        return value
+    if isinstance(before, DTensor) and before._local_tensor is value:
+        return before
+    return presented(value, face)
+
+
+def as_stored(value: Any, face: ShardedParameter) -> Any:
+    """Return the plain value that `as_presented` makes `value` of."""
+    if not isinstance(value, DTensor):
+        return value
+    if value.shape == face.shape and value.placements != face.placements:
+        value = value.redistribute(face.device_mesh, face.placements)
+    return value._local_tensor
+
+
+@final
+@attrs.frozen(eq=False)
+class DTensorFaces:
+    """Makes the faces of the parameters that are sharded over one mesh; see `flatparam_core.Faces`."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh) -> DTensorFaces:
+        """Shard over the last dimension of `mesh`, and hold copies across those before it."""
+        return cls(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
+
+    def make(self, original: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+        """Return the `DTensor` whose local part is `original`'s memory."""
+        meta = TensorMeta(torch.Size(spec.shape), spec.stride, original.dtype)
+        of = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        kind: Any = ShardedParameter
+        face = kind(original.detach(), of, requires_grad=original.requires_grad)
+        face._is_param = True
+        face.original, face._shown_grad = original, None
+        noted = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+        vars(face).update(noted)
+        return face  # type: ignore[no-any-return]  # nn.Parameter is what it passes for
+
+    def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
+        """Have the local part of `face` be the memory that `original` has now."""
+        assert isinstance(face, ShardedParameter)
+        local = original.detach()
+        if face.dtype != original.dtype or face.device != original.device:
+            other = presented(local, face)
+            face.data = other
+            face._spec, face._shown_grad = other._spec, None
+        face._local_tensor = local
+
+    def own_part(self, given: nn.Parameter) -> nn.Parameter:
+        """Return the local part of a `DTensor` that somebody has put in the place of a face; or `given`."""
+        found: Any = given
+        if not isinstance(given, DTensor):
+            return given
+        if given.placements != self.placements or given.device_mesh != self.mesh:
+            found = given.redistribute(self.mesh, self.placements)
+        return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
+        """A copy of a model is sharded over the same ranks."""
+        return self

@@ -1,0 +1,196 @@
+"""An optimizer that holds `DTensor`s steps the plain tensors that they stand for, as fast as if it held these."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+from torch import optim
+
+from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
+
+__all__ = ["have_optimizers_step_parts", "holding_parts"]
+
+_HELD: Final = "_flatparam_held"
+"""The attribute of an optimizer that says what stands for the parts that it steps."""
+
+
+State: TypeAlias = "dict[Any, dict[str, Any]]"
+"""The state of an optimizer: by parameter, its values by name."""
+
+
+@final
+@attrs.define(eq=False)
+class _Held:
+    """The two forms of an optimizer that holds faces: what users see, and what it steps.
+
+    Both are kept. What is in them is looked at before and after each step, and only what is new is made for the other.
+    """
+
+    faces: list[list[Any]] = attrs.field(factory=list)
+    """The parameters of each group, with faces."""
+    parts: list[list[Any]] = attrs.field(factory=list)
+    """The same with the plain parts in their places."""
+    shown: State = attrs.field(factory=lambda: defaultdict(dict))
+    """The state that users see; its tensors are `DTensor`s."""
+    stored: State = attrs.field(factory=lambda: defaultdict(dict))
+    """The state of the parts; its tensors are the local ones."""
+    known: tuple[list[int], list[int]] = ([], [])
+    """The identities of all that is in the two states, as of the last step."""
+    has_parts: bool = False
+    """Whether the optimizer holds the parts now."""
+
+    def take_off(self, optimizer: optim.Optimizer) -> None:
+        """Have the optimizer hold the parts, with their states."""
+        if self.has_parts:
+            # A step has failed on the way.
+            self.put_on(optimizer)
+        self.list_parts(optimizer)
+        if optimizer.state is not self.shown or _identities(self.shown) != self.known[0]:
+            self.shown = optimizer.state
+            before, self.stored = self.stored, defaultdict(dict)
+            for key, state in self.shown.items():
+                self.stored[_part_of(key)] = _stored(key, state, before)
+            self._note()
+        optimizer.state = self.stored  # type: ignore[assignment]
+        self.has_parts = True
+
+    def list_parts(self, optimizer: optim.Optimizer) -> None:
+        """Put the parts in the places of the faces."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        if len(lists) != len(self.faces) or not all(map(_are_same, lists, self.faces)):
+            self.faces = [[*each] for each in lists]
+            self.parts = [[_part_of(parameter) for parameter in each] for each in lists]
+        for parameters, parts in zip(lists, self.parts, strict=True):
+            parameters[:] = parts
+
+    def list_faces(self, optimizer: optim.Optimizer) -> None:
+        """Put the faces in their places again."""
+        for group, faces in zip(optimizer.param_groups, self.faces, strict=False):
+            group["params"][:] = faces
+
+    def put_on(self, optimizer: optim.Optimizer) -> None:
+        """Have the optimizer hold the faces again, with the state that users see."""
+        self.has_parts = False
+        self.list_faces(optimizer)
+        if optimizer.state is not self.stored or _identities(self.stored) != self.known[1]:
+            self.stored = optimizer.state
+            of_part: dict[int, Any] = {}
+            for faces, parts in zip(self.faces, self.parts, strict=True):
+                of_part.update(zip(map(id, parts), faces, strict=True))
+            for part, state in self.stored.items():
+                key = of_part.get(id(part), part)
+                if isinstance(key, ShardedParameter):
+                    _show(key, state, self.shown[key])
+                else:
+                    self.shown[key] = state
+            # In the order of the parameters, as an optimizer makes them that steps each by itself.
+            for face in itertools.chain.from_iterable(self.faces):
+                if face in self.shown:
+                    self.shown[face] = self.shown.pop(face)
+            self._note()
+        optimizer.state = self.shown  # type: ignore[assignment]
+
+    def _note(self) -> None:
+        self.known = _identities(self.shown), _identities(self.stored)
+
+
+def _part_of(parameter: Any) -> Any:
+    return parameter.original if isinstance(parameter, ShardedParameter) else parameter
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _identities(state: State) -> list[int]:
+    """Return the identities of the entries of a state, and of the values in them."""
+    entries = state.values()
+    return [*map(id, entries), *map(id, itertools.chain.from_iterable(each.values() for each in entries))]
+
+
+def _stored(key: Any, shown: dict[str, Any], before: State) -> dict[str, Any]:
+    """Return the entry of the part for the entry `shown` of a parameter."""
+    if not isinstance(key, ShardedParameter):
+        return shown
+    found: dict[str, Any] = before.get(key.original, {})
+    values = {name: as_stored(value, key) for name, value in shown.items()}
+    found.clear()
+    found.update(values)
+    return found
+
+
+def _show(face: ShardedParameter, stored: dict[str, Any], shown: dict[str, Any]) -> None:
+    """Have `shown` be what users see of `stored`, the entry of a part."""
+    for name in shown.keys() - stored.keys():
+        del shown[name]
+    for name, value in stored.items():
+        shown[name] = as_presented(value, face, shown.get(name))
+
+
+def _faces_of(optimizer: optim.Optimizer) -> bool:
+    """Return whether an optimizer holds a face, or did when its step began."""
+    held: _Held | None = vars(optimizer).get(_HELD)
+    if held is not None and held.has_parts:
+        return True
+    return any(
+        isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"]
+    )
+
+
+def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _faces_of(optimizer):
+        vars(optimizer).setdefault(_HELD, _Held()).take_off(optimizer)
+
+
+def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held: _Held | None = vars(optimizer).get(_HELD)
+    if held is not None and held.has_parts:
+        held.put_on(optimizer)
+
+
+@contextlib.contextmanager
+def holding_parts(optimizers: Iterable[optim.Optimizer]) -> Iterator[None]:
+    """Have optimizers hold the plain parts inside, with plain states."""
+    given = [each for each in optimizers if _faces_of(each)]
+    for each in given:
+        _before_step(each, (), {})
+    try:
+        yield
+    finally:
+        for each in given:
+            _after_step(each, (), {})
+
+
+@functools.cache
+def have_optimizers_step_parts() -> None:
+    """Have each optimizer in the process hold the parts of faces while it steps; a second call does nothing."""
+    torchs: Any = sys.modules[optim.Optimizer.__module__]
+    for hook, register, known in (
+        (_before_step, torchs.register_optimizer_step_pre_hook, torchs._global_optimizer_pre_hooks),
+        (_after_step, torchs.register_optimizer_step_post_hook, torchs._global_optimizer_post_hooks),
+    ):
+        # Before the hook that looks at what is stepped, which others may have registered earlier.
+        known.move_to_end(register(hook).id, last=False)
+    zero_grad = optim.Optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def zero_parts(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
+        held: _Held | None = vars(optimizer).get(_HELD)
+        if held is None or held.has_parts:
+            zero_grad(optimizer, set_to_none)
+            return
+        held.list_parts(optimizer)
+        try:
+            zero_grad(optimizer, set_to_none)
+        finally:
+            held.list_faces(optimizer)
+
+    optim.Optimizer.zero_grad = zero_parts  # type: ignore[method-assign, assignment]

@@ -1,0 +1,180 @@
+"""`install()` at FSDP2's door: the names of `fully_shard`, and what its parameters are; the numbers are elsewhere.
+
+`integration_tests/fsdp2` runs programs with torch's function and with ours, and demands the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as package
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import flatparam
+from flatparam_clients.second_door.faces import ShardedParameter
+from flatparam_comm import Collectives
+from flatparam_core import FlatParamError
+from flatparam_simdev.worlds import run_processes
+
+#: In a list, where `install()` does not find it.
+THEIRS = [package.fully_shard]
+
+
+def test_programs_find_ours(torch_world: None) -> None:
+    """In each place that they take the names from, early imports too; the policies stay torch's, and all is undone."""
+    early = ModuleType("early")
+    exec("from torch.distributed.fsdp import fully_shard, FSDPModule as M, MixedPrecisionPolicy", vars(early))
+    sys.modules["early"] = early
+    theirs = dict(vars(early))
+    try:
+        with flatparam.install():
+            from torch.distributed._composable.fsdp import fully_shard as composable
+
+            assert package.fully_shard is composable is vars(early)["fully_shard"] is not THEIRS[0]
+            assert package.FSDPModule is vars(early)["M"] is flatparam.FSDPModule
+            assert package.UnshardHandle is flatparam.UnshardHandle
+            assert vars(early)["MixedPrecisionPolicy"] is theirs["MixedPrecisionPolicy"]
+            module = package.fully_shard(nn.Linear(2, 2))
+            assert isinstance(module, package.FSDPModule)
+            assert isinstance(module, nn.Linear)
+            package.share_comm_ctx([module])
+            with pytest.raises(ValueError, match="expected sharded modules, found a Linear"):
+                package.share_comm_ctx([nn.Linear(2, 2)])
+        assert package.fully_shard is THEIRS[0]
+        assert dict(vars(early)) == theirs
+    finally:
+        del sys.modules["early"]
+
+
+@pytest.mark.parametrize("fsdp2", [False, True])
+def test_one_door_alone(torch_world: None, fsdp2: bool) -> None:
+    """Each of the two can be left to torch."""
+    wrapper = [package.FullyShardedDataParallel]
+    with flatparam.install(fsdp1=not fsdp2, fsdp2=fsdp2):
+        assert (package.fully_shard is THEIRS[0]) is not fsdp2
+        assert (package.FullyShardedDataParallel is wrapper[0]) is fsdp2
+
+
+def test_too_late(torch_world: None) -> None:
+    """A module that torch has sharded is named, and nothing is changed."""
+    module = THEIRS[0](nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="torch's FSDP2 has sharded, found 1, such as FSDPLinear"):
+        flatparam.install()
+    assert package.fully_shard is THEIRS[0]
+    with flatparam.install(fsdp2=False):
+        pass
+    del module
+
+
+def at_the_door(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    package.fully_shard(module)
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter, nn.Parameter)
+        assert torch.equal(parameter.full_tensor(), whole[name])
+        assert parameter.to_local().shape[0] == len(whole[name].chunk(2)[ranks.rank])
+    weight = module[0].weight
+    # What is written to the local part is what is gathered.
+    with torch.no_grad():
+        weight.to_local().mul_(2.0)
+    module.unshard()
+    assert torch.equal(module[0].weight.detach(), 2 * whole["0.weight"])
+    module.reshard()
+    assert module[0].weight is weight
+    # A gradient that is set is the one that is stepped, and a wrong one is refused.
+    weight.grad = distribute_tensor(torch.ones(5, 3), weight.device_mesh, weight.placements)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert torch.equal(weight.full_tensor(), 2 * whole["0.weight"] - 1)
+    with pytest.raises(RuntimeError, match=r"DTensor of shape \(5, 3\), found a Tensor of shape \(3, 3\)"):
+        weight.grad = torch.ones(3, 3)
+    del weight.grad
+    assert weight.grad is None
+    # An optimizer that fails on its way holds the same parameters and states at its next step.
+    optimizer = torch.optim.AdamW(module.parameters())
+    for _ in range(2):
+        module(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        optimizer.step()
+        assert optimizer.param_groups[0]["params"][0] is weight
+        assert isinstance(optimizer.state[weight]["exp_avg"], DTensor)
+        optimizer.zero_grad()
+    # Parameters that somebody has put in their places give their values, and the faces come back.
+    module[1].weight = nn.Parameter(
+        distribute_tensor(torch.full((2, 5), 3.0), weight.device_mesh, weight.placements)
+    )
+    first = torch.ones(1, 3) @ weight.full_tensor().t() + module[0].bias.full_tensor()
+    torch.testing.assert_close(module(torch.ones(1, 3)), 3 * first.sum().expand(1, 2))
+    # Copies.
+    alone = copy.deepcopy(weight)
+    assert type(alone) is DTensor
+    assert isinstance(alone, nn.Parameter)
+    again = copy.deepcopy(module)
+    assert isinstance(again[0].weight, ShardedParameter)
+    assert torch.equal(again[0].weight.full_tensor(), weight.full_tensor())
+    assert again[0].weight.to_local().data_ptr() != weight.to_local().data_ptr()
+    assert torch.equal(pickle.loads(pickle.dumps(weight.detach().to_local())), weight.to_local())
+    # Casts and frozen parameters.
+    module.double()
+    assert module[0].weight.dtype == torch.float64 == module[0].weight.to_local().dtype
+    weight.requires_grad = False
+    assert [p.requires_grad for p in module.parameters()] == [False, True, True]
+    module(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    assert [p.grad is None for p in module.parameters()] == [True, False, False]
+    with pytest.raises(ValueError, match="'scale' has no dimension to cut"):
+        scalar = nn.Linear(2, 2)
+        scalar.scale = nn.Parameter(torch.ones(()))
+        package.fully_shard(scalar)
+    with pytest.raises(FlatParamError, match="is sharded already"):
+        package.fully_shard(module)
+
+
+def test_parameters_are_dtensors() -> None:
+    """They show the whole, share memory with the shard, take gradients, and survive copies, casts and replacements."""
+    run_processes(2, at_the_door)
+
+
+def on_meta(ranks: Collectives) -> None:
+    flatparam.install()
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 3), Scale()).state_dict()
+    with torch.device("meta"):
+        module: Any = nn.Sequential(nn.Linear(3, 3), Scale())
+    package.fully_shard(module)
+    shown = module.state_dict()
+    assert torch.equal(shown["1.weight"].full_tensor(), torch.zeros(3))
+    state = {
+        name: distribute_tensor(value, shown[name].device_mesh, shown[name].placements)
+        for name, value in whole.items()
+    }
+    module.load_state_dict(state, assign=True)
+    assert all(torch.equal(p.full_tensor(), whole[name]) for name, p in module.named_parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(module[1].weight.full_tensor(), whole["1.weight"])
+
+
+def test_a_module_on_the_meta_device_gets_its_values_from_a_load() -> None:
+    """As accelerate loads a model that rank 0 alone has: sharded on the meta device, then `load_state_dict(assign=True)`."""
+    run_processes(2, on_meta)
