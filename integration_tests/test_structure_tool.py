@@ -174,11 +174,13 @@ class F: pass
     assert figures_of(House.of(tmp_path), tmp_path)[counted] == 2
 
 
+@pytest.mark.long  # and `nox -s layers`
 def test_no_figure_is_beyond_its_budget() -> None:
     """The sources of this checkout keep to the budget of each figure."""
     assert beyond(figures_of(House.of(ROOT), ROOT)) == []
 
 
+@pytest.mark.long
 def test_the_table() -> None:
     """The tool prints a row for each goal, of this checkout."""
     done = subprocess.run(
