@@ -1,13 +1,10 @@
 """The page that follows one step through the files lists the files and functions that a step runs now."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "one-step.md"
@@ -21,39 +18,22 @@ def rows(page: str) -> dict[str, list[str]]:
     }
 
 
-TRACE = """
-from structure.page import table, text_of
-from structure.walk import trace_a_step
-trace = trace_a_step(Path({0!r}))
-print(table(trace), text_of(trace), sep="#\\n# the step\\n")
-"""
-
-
-@pytest.fixture(scope="module")
-def step() -> tuple[str, str]:
-    """The table of one step, and its code, as the tool prints them."""
-    program = f"from pathlib import Path\n{TRACE.format(str(ROOT))}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    made, _, text = done.stdout.partition("# the step\n")
-    return made, text
-
-
-def test_the_table_is_what_a_step_runs(step: tuple[str, str]) -> None:
+def test_the_table_is_what_a_step_runs() -> None:
     """Nothing in the table is edited by hand, and a step that takes a different way shows up here.
 
     The files are compared. Which functions a collective runs depends on whether the other rank was there before.
     """
     before = rows(PAGE.read_text(encoding="utf-8"))
+    tool = [sys.executable, str(ROOT / "tools" / "structure"), "--page", "--print"]
+    done = subprocess.run(tool, capture_output=True, text=True, check=True)
     assert before, "the page has a table"
-    assert list(rows(step[0])) == list(before), "python tools/structure --page writes it anew"
+    assert list(rows(done.stdout)) == list(before), "python tools/structure --page writes it anew"
 
 
-def test_a_step_is_one_text(step: tuple[str, str]) -> None:
+def test_a_step_is_one_text() -> None:
     """The step's code is printed in its order, each function once and whole, with the place where it stands."""
-    text = step[1]
+    tool = [sys.executable, str(ROOT / "tools" / "structure"), "--step"]
+    text = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     ast.parse(text)
     headers = re.findall(r"^# ([\w/]+\.py):(\d+) ([\w.]+)$", text, flags=re.MULTILINE)
     assert len(set(headers)) == len(headers) > 100
