@@ -30,10 +30,12 @@ TESTS = ("integration_tests", *(f"packages/{name}/tests" for name in PACKAGES))
 def tests(session: nox.Session) -> None:
     """Every check below, in order, with the time each took at the end: what CI runs."""
     simulated = ("-c", "from flatparam_simdev import why_not; print(why_not())")  # compiles it, once
-    others = Beside(simulated=simulated, types=TYPES, site=SITE, wheels=WHEELS)
-    checks: dict[str, Callable[[nox.Session], None]] = {"lint": lint, "layers": layers, "alone": alone}
-    checks |= {"beside": others.start, "integration": integration, "docs": blocks}
-    in_turn(session, {**checks, " ".join(others.names): others.finish, "gpu": gpu})
+    # mypy reads the sources, so it can run while packages come and go.
+    typing, others = Beside(types=TYPES), Beside(simulated=simulated, site=SITE, wheels=WHEELS)
+    checks: dict[str, Callable[[nox.Session], None]] = {"lint": lint, "types begin": typing.start}
+    checks |= {"layers": layers, "alone": alone, "types": typing.finish, "others begin": others.start}
+    checks |= {"integration": integration, "docs": blocks, " ".join(others.names): others.finish}
+    in_turn(session, {**checks, "gpu": gpu})
 
 
 @nox.session
@@ -65,13 +67,21 @@ TYPES = ("-m", "mypy", *(f"packages/{name}/src" for name in PACKAGES), "tools", 
 
 @nox.session
 def alone(session: nox.Session) -> None:
-    """Each package alone: its tests with nothing above it but what they name in their extra (`-- core comm -k x`)."""
+    """Each package alone: its tests with nothing above it but what they name in their extra (`-- core comm -k x`).
+
+    Those that are tested with the same packages are tested at once.
+    """
     chosen, extra = split_packages(session.posargs)
     environment = shared(session)
+    of_each: dict[tuple[str, ...], list[str]] = {}
     for name in chosen or PACKAGES:
-        environment.install_alone(tested_with(name))
-        session.log(f"Testing {name} with {', '.join(tested_with(name))} and nothing else of ours")
-        environment.pytest("-m", "not gpu and not long", f"packages/{name}/tests", *extra)
+        of_each.setdefault(tested_with(name), []).append(name)
+    for there, names in of_each.items():
+        environment.install_alone(there)
+        session.log(f"Testing {', '.join(names)} with {', '.join(there)} and nothing else of ours")
+        environment.pytest(
+            "-m", "not gpu and not long", *(f"packages/{name}/tests" for name in names), *extra
+        )
     if not chosen:
         environment.complete_packages()
 

@@ -89,14 +89,16 @@ def documents() -> list[Path]:
     return [path for path in [*top, *sorted((ROOT / "docs").rglob("*.md"))] if path.exists()]
 
 
-# It imports torch once, and what torch imports when an optimizer is made, and runs each program in a fork of its own.
+# It imports torch, what torch imports when an optimizer is made, and flatparam, and runs each program in a fork.
 # The fork leaves the loop, goes on as any Python does with its script, and ends as one. So does a server of ranks.
 SERVER = """
 import json, os, sys
 from multiprocessing import forkserver
-import torch, torch._dynamo
+import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor
+import flatparam.fully_sharded_data_parallel, flatparam.in_place.applying
 preload = forkserver.set_forkserver_preload
-forkserver.set_forkserver_preload = lambda names: preload([*names, "torch._dynamo"])
+ours = ["torch._dynamo", "flatparam.fully_sharded_data_parallel"]
+forkserver.set_forkserver_preload = lambda names: preload([*names, *ours])
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

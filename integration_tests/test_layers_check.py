@@ -59,6 +59,7 @@ def test_a_sound_house_has_no_problems(house: House) -> None:
     assert check_layers.main([str(house.root)]) == 0
 
 
+@pytest.mark.long  # and `nox -s layers`
 def test_this_checkout_is_sound() -> None:
     """The rules hold for the repository itself."""
     assert check_layers.problems(ROOT) == []

@@ -16,6 +16,19 @@ def test_a_table_has_numbers_to_the_right() -> None:
     assert pages.table(iter(lines), ("--:", "---")).splitlines()[1] == "| --: | --- | --- |"
 
 
+def test_prose_is_wrapped_and_nothing_else() -> None:
+    """A long line becomes several of at most 120 columns, an item's indented; tables, code and long names stay."""
+    words, name = " ".join(["word"] * 40), "n" * 130
+    kept = [f"| {words} |", "```", words, "```", f"# {words}", f"![{words}](a.svg)", "short", "", name]
+    assert pages.wrapped("\n".join(kept)) == "\n".join(kept)
+    for head, inside in (("", ""), ("* ", "  "), ("  1. ", "     ")):
+        first, *others = pages.wrapped(f"{head}{words}").split("\n")
+        assert first.startswith(f"{head}word word")
+        assert 115 < len(first) <= 120
+        assert all(line.startswith(f"{inside}word") and len(line) <= 120 for line in others)
+        assert " ".join([first.removeprefix(head), *map(str.strip, others)]) == words
+
+
 def test_a_part_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     """What is between the markers of a part is new, word for word, and what is around it stays."""
     page = tmp_path / "page.md"

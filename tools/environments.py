@@ -6,12 +6,15 @@ notes of what was installed, so that a session that finds the same does not inst
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,11 +97,17 @@ class Environment:
     def install_alone(self, names: Collection[str]) -> None:
         """Have these packages in the environment, without an index, and see that no other of ours can be imported."""
         self.build_wheels()
+        sources = fingerprint_of_sources()
+        stay = any(self.has_note("packages", each) for each in (sources, f"some of {sources}"))
         self.note("packages", "some")
-        self.run("-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
-        self.run("-m", "pip", "install", "--quiet", *FROM_DIST, *names)
         others = [each for each in PACKAGES if each not in names]
-        if others:
+        # What is there of other sources goes, too.
+        gone = others if stay else PACKAGES
+        if gone:
+            self.run("-m", "pip", "uninstall", "-qq", "--yes", *gone)
+        self.note("packages", f"some of {sources}")
+        self.run("-m", "pip", "install", "--quiet", *FROM_DIST, *names)
+        if others and "flatparam" in names:
             # The wrapper brings all add-ons along.
             self.run("-m", "pip", "uninstall", "-qq", "--yes", *others)
         look = "import importlib.util, sys; sys.exit([*filter(importlib.util.find_spec, sys.argv[1:])] or 0)"
@@ -117,9 +126,26 @@ class Environment:
             return
         shutil.rmtree(DIST, ignore_errors=True)
         self._session.log("Building the sdist and the wheel of each package into dist/")
-        for name in PACKAGES:
-            build = ("-m", "build", "--no-isolation", "--outdir", str(DIST))
-            self.run(*build, f"packages/{name}", silent=True)
+        variables = {**os.environ, **self._variables}
+        told = functools.partial(
+            subprocess.run,
+            cwd=ROOT,
+            env={name: value for name, value in variables.items() if value is not None},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        build = (str(self.python), "-m", "build", "--no-isolation", "--outdir", str(DIST))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = dict(
+                zip(
+                    PACKAGES, pool.map(told, ([*build, f"packages/{name}"] for name in PACKAGES)), strict=True
+                )
+            )
+        if failed := {name: each.stdout for name, each in made.items() if each.returncode}:
+            self._session.error(
+                "\n".join([f"These could not be built: {', '.join(failed)}", *failed.values()])
+            )
         stamp.write_text(sources)
 
     def has_note(self, about: str, text: str) -> bool:

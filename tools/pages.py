@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["PAGES", "ROOT", "between", "fill", "marks", "table"]
+__all__ = ["PAGES", "ROOT", "between", "fill", "marks", "table", "wrapped"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: The command that writes each page, or the tables of it.
@@ -35,6 +36,9 @@ PAGES: Final[Mapping[str, Sequence[str]]] = {
     "spec-rows": ("tools/spec_rows.py",),
 }
 
+COLUMNS: Final = 120
+"""The length of a line of prose at most."""
+
 Marks = tuple[str, str]
 
 
@@ -46,6 +50,25 @@ def table(lines: Iterable[Sequence[str]], columns: Sequence[str] = ("---", "---:
     head, *rest = lines
     rule = [*columns, *[columns[-1]] * (len(head) - len(columns))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rest))
+
+
+def wrapped(text: str) -> str:
+    """Return `text` with lines of at most 120 columns, but for tables, pictures, headings and blocks of code."""
+    lines, is_code = [], False
+    for line in text.split("\n"):
+        is_code ^= line.lstrip().startswith("```")
+        if is_code or len(line) <= COLUMNS or re.match(r"\s*(\||!\[|<|#)", line):
+            lines.append(line)
+            continue
+        indent = re.match(r"\s*(\* |\d+\. )?", line)[0]  # type: ignore[index]
+        lines += textwrap.wrap(
+            line,
+            COLUMNS,
+            subsequent_indent=" " * len(indent),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
 
 
 def marks(name: str) -> Marks:

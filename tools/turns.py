@@ -61,7 +61,7 @@ class Beside:
         pool.shutdown(wait=False)
 
     def finish(self, session: nox.Session) -> None:
-        """What ran beside the others: the simulated device, types, the site of the documentation, the wheels."""
+        """Wait for what ran beside the others, and say what it said."""
         if not self._running:
             session.error("They could not be started")
         done = {name: running.result() for name, running in self._running.items()}

@@ -68,6 +68,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return found
 
 
+@pytest.mark.long
 def test_everything_runs_on_the_cpu(on_cpu: Run) -> None:
     """Each measurement is entered: it has found something of everybody, or it says that it needs another device."""
     entries = on_cpu.results["measurements"]
@@ -85,22 +86,11 @@ def test_everything_runs_on_the_cpu(on_cpu: Run) -> None:
     assert all(f"## {name}\n" in on_cpu.page for name in entries)
 
 
+@pytest.mark.long
 def test_each_part_is_announced(on_cpu: Run) -> None:
     """There is a line for each part, with its number."""
     for number, measurement in enumerate(MEASUREMENTS, start=1):
         assert f"\n{number}/{len(MEASUREMENTS)} {measurement.name}: " in on_cpu.said
-
-
-def test_losses_are_the_same_on_the_cpu(on_cpu: Run) -> None:
-    """Everybody has FSDP1's losses on two processes and on emulated ranks, and threads those of a model on the mean."""
-    of_eight = [f"losses, eight ranks, {precision}" for precision in ("fp32", "bf16")]
-    for name in ("losses", "losses, bf16", "losses, threads", *of_eight):
-        assert all(row["equal"] for row in on_cpu.rows(name).values())
-    of_processes, of_threads = (
-        on_cpu.rows(name)["flatparam"]["losses"] for name in ("losses", "losses, threads")
-    )
-    assert of_processes == of_threads
-    assert of_processes[0] > of_processes[-1]
 
 
 def is_formulas(run: Run, name: str, formula: str, part: str) -> bool:
@@ -110,12 +100,26 @@ def is_formulas(run: Run, name: str, formula: str, part: str) -> bool:
     return bool(said <= found <= 1.01 * said)
 
 
-@pytest.mark.parametrize("part", ["rest", "forward", "backward"])
-def test_memory_on_the_cpu_is_the_formulas(on_cpu: Run, part: str) -> None:
-    """One of eight ranks takes what the formulas say."""
-    for form in ("flatparam", "flatparam, original", "flatparam, fully_shard"):
-        assert is_formulas(on_cpu, form, "FULL_SHARD", part)
-    assert is_formulas(on_cpu, "flatparam, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
+def test_losses_and_memory_on_the_cpu(tmp_path: Path) -> None:
+    """Everybody has FSDP1's losses on two processes and on emulated ranks, and threads those of a model on the mean.
+
+    One of eight ranks takes the memory that the formulas say.
+    """
+    chosen = ("--device", "cpu", "--only", "losses", "memory")
+    found = run(tmp_path, ["bash", "tools/gpu/offline.sh"], *chosen)
+    assert found.status == 0, found.said
+    of_eight = [f"losses, eight ranks, {precision}" for precision in ("fp32", "bf16")]
+    for name in ("losses", "losses, bf16", "losses, threads", *of_eight):
+        assert all(row["equal"] for row in found.rows(name).values())
+    of_processes, of_threads = (
+        found.rows(name)["flatparam"]["losses"] for name in ("losses", "losses, threads")
+    )
+    assert of_processes == of_threads
+    assert of_processes[0] > of_processes[-1]
+    for part in ("rest", "forward", "backward"):
+        for form in ("flatparam", "flatparam, original", "flatparam, fully_shard"):
+            assert is_formulas(found, form, "FULL_SHARD", part)
+        assert is_formulas(found, "flatparam, SHARD_GRAD_OP", "SHARD_GRAD_OP", part)
 
 
 @pytest.fixture(scope="module")

@@ -109,18 +109,8 @@ def test_l27_torch_refuses_combinations(processes: Outcomes, use_orig_params: bo
 
 
 @both_exposures
-@pytest.mark.parametrize(
-    ("wishes", "strategy"),
-    [
-        pytest.param(
-            wishes,
-            strategy,
-            id=f"{told(wishes)}-{strategy}",
-        )
-        for wishes in ALL
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    ],
-)
+@pytest.mark.parametrize("wishes", ALL, ids=told)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_l27_every_combination(wishes: dict[str, bool], strategy: str, use_orig_params: bool) -> None:
     """L-27: each shows full parameters where it says, with gradients where it says, and keeps changes where it says."""
     parameters, gradients = reference_after_backward()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pages import fill, table
+from pages import fill, table, wrapped
 
 from .absent import PLAIN
 from .figures import Row, cells
@@ -17,7 +17,10 @@ SECTIONS: Final = ("steps", "host", "instructions", "world size", "growth", "opt
 
 def write(results: Mapping[str, Any], page: Path) -> list[str]:
     """Fill the page's sections of which there are results; returns what was done, a sentence for each."""
-    fill(page, {each: "\n\n".join(_RENDER[each](results[each])) for each in SECTIONS if each in results})
+    fill(
+        page,
+        {each: wrapped("\n\n".join(_RENDER[each](results[each]))) for each in SECTIONS if each in results},
+    )
     if "steps" not in results:
         return [f"wrote {page}"]
     from .plots import draw

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from bench.host import lines
 from bench.plots import OURS, OURS_AT_REST, PEER, PEER_AT_REST, STYLE, colours, digest, write_values
-from pages import between, table
+from pages import between, table, wrapped
 
 NONE: Final = "None yet."
 
@@ -18,7 +18,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 def page(results: Mapping[str, Any]) -> str:
     """The page of a device."""
-    return "\n\n".join(_parts(results)) + "\n"
+    return wrapped("\n\n".join(_parts(results))) + "\n"
 
 
 def write(file: Path) -> list[str]:

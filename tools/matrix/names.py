@@ -99,7 +99,7 @@ def names_used() -> list[str]:
     """Return every name of torch that the packages' sources use, in full."""
     found: set[str] = set()
     for tree in _sources():
-        found |= set(_dotted(tree)) | set(_looked_up(tree))
+        found |= _dotted(tree) | set(_looked_up(tree))
     for attribute in private_attributes() & OF_OBJECTS.keys():
         found.add(f"{OF_OBJECTS[attribute]}.{attribute}")
     return sorted(found)
@@ -126,7 +126,12 @@ def _sources() -> tuple[ast.Module, ...]:
     return tuple(ast.parse(file.read_text(encoding="utf-8")) for file in files)
 
 
-def _dotted(tree: ast.Module) -> Iterator[str]:
+@functools.cache
+def _dotted(tree: ast.Module) -> frozenset[str]:
+    return frozenset(_each_dotted(tree))
+
+
+def _each_dotted(tree: ast.Module) -> Iterator[str]:
     """What is imported of torch, and the chains of attributes that begin at such an import."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):

@@ -123,12 +123,16 @@ def _text(node: ast.expr) -> str | None:
 
 
 def _long_lines(docs: Path) -> int:
-    """Return how many lines of prose are too long; tables and links cannot be wrapped."""
+    """Return how many lines of prose are too long; tables, links and names cannot be wrapped."""
     count = 0
     for path in docs.rglob("*.md"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        count += sum(len(line) > _COLUMNS and not re.match(r"\s*(\||!\[|\[|<|#)", line) for line in lines)
+        count += sum(len(line) > _COLUMNS and _CANNOT_BE_WRAPPED.match(line) is None for line in lines)
     return count
+
+
+#: A line of a table, a picture, a link, a tag or a heading, or an item of a list that is one link or one name.
+_CANNOT_BE_WRAPPED: Final = re.compile(r"\s*(\||!\[|\[|<|#|\* (\[[^]]*\]\([^)]*\)|`[^`]*`)$)")
 
 
 def _class(house: House, name: str) -> ast.ClassDef | None:
@@ -169,14 +173,21 @@ def _code(module: Module) -> str:
 
 
 def _only_children(house: House) -> list[str]:
-    """Return our classes of which exactly one class is a subclass; protocols and exceptions are meant for others."""
-    bases: Counter[str] = Counter()
-    own: set[str] = set()
+    """Return our classes of which exactly one class is a subclass, in the same package.
+
+    Protocols, abstract classes, exceptions and the public classes of a package are meant for others.
+    """
+    children: dict[str, list[str]] = {}
+    own: dict[str, str] = {}
+    public = _public_names(house)
     for module in house.modules:
+        package = module.name.partition(".")[0]
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
-                bases.update(names)
-                if not {"Protocol", "Exception", "Enum"} & {*names} and not node.name.endswith("Error"):
-                    own.add(node.name)
-    return sorted(name for name in own if bases[name] == 1)
+                for name in names:
+                    children.setdefault(name, []).append(package)
+                is_for_others = not {"Protocol", "ABC", "Exception", "Enum"}.isdisjoint(names)
+                if not (is_for_others or node.name.endswith("Error") or node.name in public.get(package, ())):
+                    own[node.name] = package
+    return sorted(name for name, package in own.items() if children.get(name) == [package])

@@ -42,10 +42,10 @@ def hops(traces: Mapping[str, Trace]) -> str:
     for name, trace in traces.items():
         counts = map(len, (trace.files, trace.functions, trace.calls))
         lines.append([name, *(f"{figure:,}" for figure in (*counts, trace.file_changes, len(trace.classes)))])
-    return (
+    return pages.wrapped(
         "The same step of torch's FSDP1 and FSDP2, of which the functions in `torch/distributed/fsdp` count, and "
-        "neither `torch.distributed` nor\nthe optimizer; of flatparam those of every layer, what watches the ranks and "
-        "looks at the optimizer's step too. A file change is\ntwo calls, one after the other, of functions in "
+        "neither `torch.distributed` nor the optimizer; of flatparam those of every layer, what watches the ranks and "
+        "looks at the optimizer's step too. A file change is two calls, one after the other, of functions in "
         f"different files.\n\n{pages.table(lines)}"
     )
 

@@ -165,42 +165,47 @@ model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 model.load_state_dict(model.state_dict())
 flat = model.params[0]
+
+import os
+for use in {0!r}:
+    if os.fork():
+        os.wait()
+        continue
+    try:
+        exec(use)
+    except (AttributeError, ImportError) as error:
+        print(error)
+    sys.stdout.flush()
+    os._exit(0)
 """
-"""A wrapper is made and trained without the add-on."""
+"""A wrapper is made and trained without the add-on; then each use has a copy of the process, and says one line."""
+
+USES = {
+    "model._handle": "FullyShardedDataParallel._handle is in an add-on: ",
+    "type('Mine', (type(model),), {})(model.module, SingleCollectives())._handle": "FullyShardedDataParallel._handle is in an add-on: ",
+    "model.training_state": "FullyShardedDataParallel.training_state is in an add-on: ",
+    "model._sync_gradients = True": "FullyShardedDataParallel._sync_gradients is in an add-on: ",
+    "type(model).full_optim_state_dict": "FullyShardedDataParallel.full_optim_state_dict is in an add-on: ",
+    "flat._local_shard": "FlatParameter._local_shard is in an add-on: ",
+    "import flatparam._debug_utils": "",
+    "from flatparam.compat.installing import install": "",
+    "from flatparam.algorithms._comm_hooks.default_hooks import DefaultState": "",
+}
+"""What needs the add-on, and how its error begins."""
 
 
-@pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        ("model._handle", "FullyShardedDataParallel._handle"),
-        ("type('Mine', (type(model),), {})(model.module, SingleCollectives())._handle", None),
-        ("model.training_state", "FullyShardedDataParallel.training_state"),
-        ("model._sync_gradients = True", "FullyShardedDataParallel._sync_gradients"),
-        ("type(model).full_optim_state_dict", "FullyShardedDataParallel.full_optim_state_dict"),
-        ("flat._local_shard", "FlatParameter._local_shard"),
-        ("import flatparam._debug_utils", ""),
-        ("from flatparam.compat.installing import install", ""),
-        ("from flatparam.algorithms._comm_hooks.default_hooks import DefaultState", ""),
-    ],
-)
-def test_an_attribute_of_an_add_on_that_is_lacking(use: str, name: str | None) -> None:
-    """The wrapper works; FSDP1's private names, and modules that have moved, say what to install."""
-    program = f"{WITHOUT_CLIENTS}try:\n    {use}\nexcept (AttributeError, ImportError) as error:\n    print(error)\n"
+def test_an_attribute_of_an_add_on_that_is_lacking() -> None:
+    """The wrapper works; FSDP1's private names, and modules that have moved, say what to install.
+
+    An attribute that is nowhere is what it was, and `hasattr` tells the truth of both kinds.
+    """
+    honest = "print(hasattr(model, 'nothing'), hasattr(model, '_handle'), hasattr(flat, '_params'))"
+    program = WITHOUT_CLIENTS.replace("{0!r}", repr([*USES, honest]))
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
-    about = "FullyShardedDataParallel._handle" if name is None else name
-    told = f"{about}: " if about else ""
-    assert (done.stdout, done.stderr) == (f"{told}{LACKING.format('flatparam-clients')}\n", "")
-
-
-def test_a_name_that_nobody_promises() -> None:
-    """An attribute that is nowhere is what it was, without the add-on, and `hasattr` tells the truth of both kinds."""
-    program = f"{WITHOUT_CLIENTS}print(hasattr(model, 'nothing'), hasattr(model, '_handle'), hasattr(flat, '_params'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert (done.stdout, done.stderr) == ("False False False\n", "")
+    told = [f"{about}{LACKING.format('flatparam-clients')}" for about in USES.values()]
+    assert (done.stdout.splitlines(), done.stderr) == ([*told, "False False False"], "")
 
 
 @pytest.mark.usefixtures("lacking", "installed")

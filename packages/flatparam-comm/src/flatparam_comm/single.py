@@ -36,24 +36,24 @@ class SingleCollectives:
         return 1
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Copy `shard`, which is all there is."""
         checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
         return copied(output, shard)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Copy `full`, whose only slice is this rank's."""
         checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
         return copied(output, full)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Leave `tensor` as it is."""
         checks.check_all_reduce(checks.site_of(self, "all_reduce", label), tensor, op)
         return COMPLETED
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`."""
+        """Leave `tensor` as it is."""
         checks.check_broadcast(checks.site_of(self, "broadcast", label), tensor, root)
         return COMPLETED
 
@@ -66,20 +66,20 @@ class SingleCollectives:
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Copy what this rank gives itself."""
         checks.check_all_to_all(
             checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels
         )
         return copied(output, given)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. The value is pickled and unpickled, as between processes."""
+        """Return the value, pickled and unpickled as between processes."""
         return [pickle.loads(pickle.dumps(value))]
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Return at once."""
 
     def subgroup(self, ranks: Sequence[int]) -> SingleCollectives | None:
-        """See `Collectives.subgroup`; this group is the only one."""
+        """Return this group, the only one."""
         checks.check_subgroup(checks.site_of(self, "subgroup", ""), ranks)
         return self

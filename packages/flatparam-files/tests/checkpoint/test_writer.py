@@ -131,5 +131,5 @@ def test_a_step_is_written_once(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     """An empty directory, and one that is not there, are said to hold no checkpoint."""
     for path in (tmp_path, tmp_path / "no"):
-        with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+        with pytest.raises(CheckpointError, match="expected a checkpoint here, found none"):
             open_checkpoint(path)

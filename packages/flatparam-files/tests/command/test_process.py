@@ -42,7 +42,7 @@ def test_no_traceback_and_no_progress_in_a_pipe(tmp_path: Path) -> None:
     process = start("ckpt", "verify", tmp_path / "gone")
     out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
-    assert err == f"flatparam: {tmp_path}/gone does not exist; check the path\n"
+    assert err == f"flatparam: the path {tmp_path}/gone does not exist; check the path\n"
     process = start("ckpt", "export", tmp_path / "run", tmp_path / "new.pt", "--to", "torch")
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")

@@ -163,7 +163,7 @@ def test_other_parallelism(name: str, word: str, tmp_path: Path) -> None:
         (None, ["has no file `latest`", "global_step2"]),
         ("../other/global_step2", ["should name a directory beside it"]),
         ("", ["should name a directory beside it"]),
-        ("global_step7", ["global_step7", "no such directory"]),
+        ("global_step7", ["global_step7", "not beside it"]),
     ],
 )
 def test_latest(latest: str | None, words: list[str], tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class SharedMemoryCollectives:
         self._link.close()
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Gather through shared memory, and through the process group off the CPU."""
         site = Site(self._rank, self._size, "all_gather", label)
         checks.check_all_gather(site, output, shard)
         if not output.is_cpu:
@@ -156,7 +156,7 @@ class SharedMemoryCollectives:
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`. Adds in rank order, in the dtype of `full`."""
+        """Add in rank order, in the dtype of `full`; off the CPU the process group does."""
         site = Site(self._rank, self._size, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         if not output.is_cpu:
@@ -164,13 +164,13 @@ class SharedMemoryCollectives:
         return self._start(site, _plain(output), _plain(full), REDUCTIONS[op])
 
     def reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
-        """See `TakesParts.reduce_scatter_parts`. Adds in rank order, in the dtype of `full`."""
+        """Add in rank order, in the dtype of `full`, whose parts go straight to shared memory."""
         site = Site(self._rank, self._size, "reduce_scatter", label)
         checks.check_reduce_scatter_parts(site, output, full)
         return self._start(site, output, full, REDUCTIONS[ReduceOp.SUM])
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
+        """Add in rank order, in the tensor's dtype; off the CPU the process group does."""
         site = Site(self._rank, self._size, "all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         if not tensor.is_cpu:
@@ -179,7 +179,7 @@ class SharedMemoryCollectives:
         return self._start(site, flat, flat, REDUCTIONS[op])
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`; `root` is a rank of this group."""
+        """Copy the tensor of `root`, a rank of this group, through shared memory."""
         site = Site(self._rank, self._size, "broadcast", label)
         checks.check_broadcast(site, tensor, root)
         if not tensor.is_cpu:
@@ -196,9 +196,7 @@ class SharedMemoryCollectives:
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`. It goes through the process group: no rank knows how long a slot
-        would have to be.
-        """
+        """Go through the process group: no rank knows how long a slot would have to be."""
         if self._failure is not None:
             raise self._again(Site(self._rank, self._size, "all_to_all", label))
         return self.inner.all_to_all(
@@ -206,7 +204,7 @@ class SharedMemoryCollectives:
         )
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`."""
+        """Exchange pickled values through shared memory."""
         site = Site(self._rank, self._size, "exchange", label)
         try:
             mine = pickle.dumps(value)
@@ -219,11 +217,11 @@ class SharedMemoryCollectives:
         return [pickle.loads(each) for each in gathered]
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Wait for every rank, through shared memory."""
         self._meet("barrier", label)
 
     def subgroup(self, ranks: Sequence[int]) -> SharedMemoryCollectives | ProcessGroupCollectives | None:
-        """See `Collectives.subgroup`. The new group shares memory, too, unless the system gives it no more."""
+        """Make a group that shares memory, too, unless the system gives it no more."""
         chosen = checks.check_subgroup(Site(self._rank, self._size, "subgroup", ""), ranks)
         self._meet("subgroup", "")
         made = self.inner.subgroup(chosen)

@@ -158,7 +158,7 @@ class Scatter:
     __slots__ = ("after", "before", "parts", "rank", "reducer", "start", "stop")
 
     def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
-        """See `PostedCall.move`."""
+        """Find the places of `rank` of `size` in `slot`."""
         part = call.numel // size
         row = part * (size - 1)
         self.rank, self.start, self.stop = rank, rank * part, (rank + 1) * part
@@ -173,7 +173,7 @@ class Scatter:
         ]
 
     def put(self, source: Tensor) -> None:
-        """See `SlotMove.put`."""
+        """Copy the parts of the other ranks into the slot."""
         if self.start:
             self.before.copy_(source[: self.start])
         if self.stop < source.numel():
@@ -186,7 +186,7 @@ class Scatter:
         source.fill(self.start, target)
 
     def take(self, target: Tensor, source: Tensor) -> None:
-        """See `SlotMove.take`."""
+        """Add all ranks' parts of this rank's slice, in rank order."""
         own = target if source is target else source[self.start : self.stop]
         if not self.parts:
             target.copy_(own)

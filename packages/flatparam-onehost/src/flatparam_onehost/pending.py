@@ -85,14 +85,14 @@ class SharedPending:
     error: CommError | None = None
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
+        """Finish the collective; raise its error at each call."""
         if self.error is not None:
             raise self.error
         if self.move is not None:
             self.engine.finish(self)
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """Return whether every rank has posted, or the collective is over."""
         if self.move is None or self.engine.has_failed or self.use.all_posted(self.code):
             return True
         return min(self.use.slot.stamps) >= self.use.number

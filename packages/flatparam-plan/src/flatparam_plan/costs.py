@@ -180,6 +180,7 @@ class _StageSpan:
     stop: int
 
 
+@final
 @attrs.define(eq=False)
 class Counting:
     """A watcher that notes where stages begin and end, what rests, and what the ledger says of each step."""

@@ -57,7 +57,7 @@ def _rehearse(program: TrainingProgram, setup: Setup, steps: int) -> Rehearsal:
     memory = HollowMemory(lambda number: observer.on_kernel(number))
     is_ahead = setup.device == "accelerator"
     memory.temporaries.are_the_cpus = not is_ahead
-    observer = Observer(ledger, lambda: len(memory.log), memory=memory, is_ahead=is_ahead)
+    observer = Observer(Counting(ledger, lambda: len(memory.log)), memory, is_ahead)
     topology = recorded(setup.topology(on_call=observer.on_call), ledger)
     try:
         with without_collector():
@@ -81,10 +81,10 @@ def _rehearsed(
     ):
         warnings.simplefilter("ignore")
         trained = train(program, setup, topology, observer, steps=steps)
-        costs = observer.costs(memory.log.peak, memory.log.in_use)
+        costs = observer.counting.costs(memory.log.peak, memory.log.in_use)
         stop, notes = len(memory.log), trained.notes
         units = tuple(_facts_of(unit) for unit in units_in(trained.model))
-        observer.trained = None
+        observer.counting.trained = None
         observer._modules.clear()
     return Rehearsal(
         setup,
@@ -203,12 +203,14 @@ OUTSIDE = ""
 """The name of no unit."""
 
 
+@final
 @attrs.define(eq=False)
-class Observer(Counting):
-    """A watcher that also notes kernels, units and collectives."""
+class Observer:
+    """A watcher that counts, and also notes kernels, units and collectives."""
 
-    memory: HollowMemory = attrs.field(kw_only=True)
-    is_ahead: bool = attrs.field(kw_only=True)
+    counting: Counting
+    memory: HollowMemory
+    is_ahead: bool
     """Whether the schedule is that of an accelerator."""
     entries: list[Entry] = attrs.field(factory=list)
     kernels: array[int] = attrs.field(factory=lambda: array("l"))
@@ -229,10 +231,10 @@ class Observer(Counting):
         self.memory.log.tag = name
         self._backward_of = OUTSIDE
         self._note("stage")
-        with super().stage(name, step):
+        with self.counting.stage(name, step):
             yield
-            if self.trained is not None:
-                self._sort_out(name, self.trained)
+            if self.counting.trained is not None:
+                self._sort_out(name, self.counting.trained)
         self._close()
         self.memory.log.tag = "other"
 
@@ -245,7 +247,7 @@ class Observer(Counting):
 
     def made(self, trained: Trained) -> None:
         """Say what the model's memory is for, and look on when its units are entered and left."""
-        super().made(trained)
+        self.counting.made(trained)
         self.memory.tag(trained.model.parameters(), "parameters")
         self.memory.tag(trained.model.buffers(), "buffers")
         self._modules = {unit.module: unit for unit in units_in(trained.model)}
@@ -309,12 +311,10 @@ class Observer(Counting):
     def _close(self) -> None:
         """End the run of kernels that one unit computes."""
         if self._open is not None:
-            stage, step = self._now
-            start, self._open = self._open, None
-            entry = Entry("kernels", stage, step, self._open_unit, self.place(), start, len(self.kernels))
-            self.entries.append(entry)
+            places = (self.counting.place(), self._open, len(self.kernels))
+            self.entries.append(Entry("kernels", *self._now, self._open_unit, *places))
+            self._open = None
 
     def _note(self, kind: str, *, unit: str = OUTSIDE, nbytes: int = 0, call: Call | None = None) -> None:
         self._close()
-        stage, step = self._now
-        self.entries.append(Entry(kind, stage, step, unit, self.place(), nbytes=nbytes, call=call))
+        self.entries.append(Entry(kind, *self._now, unit, self.counting.place(), nbytes=nbytes, call=call))

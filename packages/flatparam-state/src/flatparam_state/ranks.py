@@ -68,7 +68,7 @@ class _AllOf:
 
     @property
     def rank(self) -> int:
-        """See `Topology.rank`."""
+        """Return this rank's number in the topology."""
         return self.topology.rank
 
     @property
@@ -77,7 +77,7 @@ class _AllOf:
         return self.topology.data_parallel_size
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Topology.exchange`."""
+        """Return every rank's `value`, replica by replica."""
         return self.topology.exchange(value, label=label)
 
     def barrier(self, *, label: str = "") -> None:

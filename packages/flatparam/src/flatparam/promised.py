@@ -45,7 +45,7 @@ class Promised:
         except ModuleNotFoundError as error:
             if error.name != self.home.partition(".")[0]:
                 raise
-            raise AttributeError(f"{self.owner.__name__}.{self.name}: {error}") from None
+            raise AttributeError(f"{self.owner.__name__}.{self.name} is in an add-on: {error}") from None
         setattr(self.owner, self.name, found)
         return found
 

@@ -47,7 +47,7 @@ class CompressedCollectives(ForwardingCollectives):
         return True
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Gather shards that are cast, if that makes them smaller."""
         if not self._shrinks(shard):
             return self.inner.all_gather(output, shard, label=label)
         checks.check_all_gather(self._site("all_gather", label), output, shard)
@@ -60,7 +60,7 @@ class CompressedCollectives(ForwardingCollectives):
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Reduce what is cast, if it is a sum and casting makes it smaller."""
         if op is not ReduceOp.SUM or not self._shrinks(full):
             return self.inner.reduce_scatter(output, full, op=op, label=label)
         checks.check_reduce_scatter(self._site("reduce_scatter", label), output, full, op)
@@ -71,7 +71,7 @@ class CompressedCollectives(ForwardingCollectives):
         )
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Reduce what is cast, if it is a sum and casting makes it smaller."""
         if op is not ReduceOp.SUM or not self._shrinks(tensor):
             return self.inner.all_reduce(tensor, op=op, label=label)
         checks.check_all_reduce(self._site("all_reduce", label), tensor, op)

@@ -91,24 +91,24 @@ class FaultyCollectives(ForwardingCollectives):
         self._sleep = sleep
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Let faults strike, then gather."""
         self._strike("all_gather", label)
         return self.inner.all_gather(output, shard, label=label)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Let faults strike, then reduce and scatter."""
         self._strike("reduce_scatter", label)
         return self.inner.reduce_scatter(output, full, op=op, label=label)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Let faults strike, then reduce."""
         self._strike("all_reduce", label)
         return self.inner.all_reduce(tensor, op=op, label=label)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`."""
+        """Let faults strike, then broadcast."""
         self._strike("broadcast", label)
         return self.inner.broadcast(tensor, root=root, label=label)
 
@@ -121,24 +121,24 @@ class FaultyCollectives(ForwardingCollectives):
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Let faults strike, then give each rank its elements."""
         self._strike("all_to_all", label)
         return self.inner.all_to_all(
             output, given, output_numels=output_numels, given_numels=given_numels, label=label
         )
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`."""
+        """Let faults strike, then exchange values."""
         self._strike("exchange", label)
         return self.inner.exchange(value, label=label)
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Let faults strike, then wait for every rank."""
         self._strike("barrier", label)
         self.inner.barrier(label=label)
 
     def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
-        """See `Collectives.subgroup`."""
+        """Let faults strike, then make a group that continues the count."""
         self._strike("subgroup", "")
         return super().subgroup(ranks)
 

@@ -44,21 +44,21 @@ class ForwardingCollectives(abc.ABC):
         return bool(getattr(self.inner, "needs_equal_parts", False))
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Have `inner` gather."""
         return self.inner.all_gather(output, shard, label=label)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Have `inner` reduce and scatter."""
         return self.inner.reduce_scatter(output, full, op=op, label=label)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Have `inner` reduce."""
         return self.inner.all_reduce(tensor, op=op, label=label)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`."""
+        """Have `inner` broadcast."""
         return self.inner.broadcast(tensor, root=root, label=label)
 
     def all_to_all(
@@ -70,21 +70,21 @@ class ForwardingCollectives(abc.ABC):
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Have `inner` give each rank its elements."""
         return self.inner.all_to_all(
             output, given, output_numels=output_numels, given_numels=given_numels, label=label
         )
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`."""
+        """Have `inner` exchange values."""
         return self.inner.exchange(value, label=label)
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Have `inner` wait for every rank."""
         self.inner.barrier(label=label)
 
     def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
-        """See `Collectives.subgroup`; the new group is decorated like this one."""
+        """Decorate the group that `inner` makes like this one."""
         made = self.inner.subgroup(ranks)
         return None if made is None else self._decorate(made)
 

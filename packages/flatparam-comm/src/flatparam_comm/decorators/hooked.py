@@ -51,7 +51,7 @@ class HookedCollectives(ForwardingCollectives):
         return is_hooked or super().needs_equal_parts
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Call the hook for gathers; without one, have `inner` gather."""
         if self._all_gather is None:
             return self.inner.all_gather(output, shard, label=label)
         checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
@@ -60,14 +60,14 @@ class HookedCollectives(ForwardingCollectives):
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Call the hook for sums that are scattered; without one, have `inner` reduce."""
         if self._reduce_scatter is None or op is not ReduceOp.SUM:
             return self.inner.reduce_scatter(output, full, op=op, label=label)
         checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
         return _started(self._reduce_scatter(self.inner, output, full, label))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Call the hook for sums; without one, have `inner` reduce."""
         if self._all_reduce is None or op is not ReduceOp.SUM:
             return self.inner.all_reduce(tensor, op=op, label=label)
         checks.check_all_reduce(checks.site_of(self, "all_reduce", label), tensor, op)

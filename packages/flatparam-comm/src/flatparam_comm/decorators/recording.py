@@ -31,7 +31,7 @@ class RecordingCollectives(ForwardingCollectives):
         self.ledger = ledger
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Gather, and record the bytes of `output`."""
         pending = self.inner.all_gather(output, shard, label=label)
         self._record("all_gather", label, output)
         return pending
@@ -39,14 +39,14 @@ class RecordingCollectives(ForwardingCollectives):
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Reduce and scatter, and record the bytes of `full`."""
         pending = self.inner.reduce_scatter(output, full, op=op, label=label)
         self._record("reduce_scatter", label, full)
         return pending
 
     @property
     def reduce_scatter_parts(self) -> Callable[..., Pending]:
-        """See `TakesParts.reduce_scatter_parts`; it exists only if `inner` has it."""
+        """Return the method of `inner`, recorded too; the attribute exists only if `inner` has it."""
         if not takes_parts(self.inner):
             raise AttributeError(f"{self.inner!r} takes no parts: it has no reduce_scatter_parts")
         return functools.partial(self._reduce_scatter_parts, self.inner)
@@ -59,13 +59,13 @@ class RecordingCollectives(ForwardingCollectives):
         return pending
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Reduce, and record the bytes of `tensor`."""
         pending = self.inner.all_reduce(tensor, op=op, label=label)
         self._record("all_reduce", label, tensor)
         return pending
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`."""
+        """Broadcast, and record the bytes of `tensor` and the root."""
         pending = self.inner.broadcast(tensor, root=root, label=label)
         self._record("broadcast", label, tensor, root)
         return pending
@@ -79,7 +79,7 @@ class RecordingCollectives(ForwardingCollectives):
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Give ranks their elements, and record what this rank gets."""
         pending = self.inner.all_to_all(
             output, given, output_numels=output_numels, given_numels=given_numels, label=label
         )

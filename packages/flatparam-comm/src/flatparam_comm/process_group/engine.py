@@ -119,7 +119,7 @@ class ProcessGroupCollectives:
         return self._size
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Gather by the process group; two ranks of gloo swap their shards."""
         site = self._sites.get(("all_gather", label)) or self._site("all_gather", label)
         checks.check_all_gather(site, output, shard)
         if site.size == 1:
@@ -142,7 +142,7 @@ class ProcessGroupCollectives:
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Reduce by the process group; gloo's sums are an all-to-all and a local sum, in rank order."""
         site = self._sites.get(("reduce_scatter", label)) or self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         if site.size == 1:
@@ -180,7 +180,7 @@ class ProcessGroupCollectives:
         return _issued(site, calls, c10d.all_to_all, theirs, ours, self._reference(), (sizes, sizes))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`."""
+        """Reduce by the process group, in the order of its backend."""
         site = self._site("all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         if site.size == 1:
@@ -190,7 +190,7 @@ class ProcessGroupCollectives:
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`; `root` is a rank of this group."""
+        """Broadcast from `root`, a rank of this group, as bytes if the backend does not carry the dtype."""
         site = self._site("broadcast", label)
         checks.check_broadcast(site, tensor, root)
         if site.size == 1:
@@ -208,7 +208,7 @@ class ProcessGroupCollectives:
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Give each rank its elements, as bytes if the backend does not carry the dtype."""
         site = self._site("all_to_all", label)
         checks.check_all_to_all(site, output, given, output_numels, given_numels)
         if site.size == 1:
@@ -223,19 +223,19 @@ class ProcessGroupCollectives:
         return _WorkPending(site, work, (output, given), calls, calls.issued)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. On NCCL the bytes go through this process's current CUDA device."""
+        """Exchange pickled values; on NCCL the bytes go through this process's current CUDA device."""
         site = self._site("exchange", label)
         calls = self._begin(site)
         return calls.wait_for(site, calls.issued, lambda: groups.exchange(value, self.group))
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Wait for every process of the group."""
         site = self._site("barrier", label)
         calls = self._begin(site)
         calls.wait_for(site, calls.issued, lambda: groups.barrier(self.group))
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroupCollectives | None:
-        """See `Collectives.subgroup`. The new group has this one's backends and timeout."""
+        """Make a process group of these ranks, with this one's backends and timeout."""
         site = self._site("subgroup", "")
         chosen = checks.check_subgroup(site, ranks)
         calls = self._begin(site)
@@ -277,7 +277,7 @@ class _WorkPending:
     error: CommError | None = None
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
+        """Wait for the `Work`, let the tensors go, and take the last step."""
         if self.error is not None:
             raise self.error
         if self.work is None:
@@ -297,7 +297,7 @@ class _WorkPending:
             last()
 
     def done(self) -> bool:
-        """See `Pending.done`."""
+        """Ask the `Work` whether it is complete."""
         return self.work is None or bool(self.work.is_completed())
 
 

@@ -102,7 +102,7 @@ class ThreadCollectives:
         return len(self._group.members)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """See `Collectives.all_gather`."""
+        """Meet the other threads, and copy every rank's shard."""
         site = checks.site_of(self, "all_gather", label)
         checks.check_all_gather(site, output, shard)
         late = self._world.deliver_late
@@ -113,7 +113,7 @@ class ThreadCollectives:
     def reduce_scatter(
         self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
     ) -> Pending:
-        """See `Collectives.reduce_scatter`. Adds in rank order, in the dtype of `full`."""
+        """Meet the other threads, and add in rank order, in the dtype of `full`."""
         site = checks.site_of(self, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
         late = self._world.deliver_late
@@ -124,7 +124,7 @@ class ThreadCollectives:
         )
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """See `Collectives.all_reduce`. Adds in rank order, in the tensor's dtype."""
+        """Meet the other threads, and add in rank order, in the tensor's dtype."""
         site = checks.site_of(self, "all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
         late = self._world.deliver_late
@@ -135,7 +135,7 @@ class ThreadCollectives:
         )
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """See `Collectives.broadcast`."""
+        """Meet the other threads, and copy the tensor of `root`."""
         site = checks.site_of(self, "broadcast", label)
         checks.check_broadcast(site, tensor, root)
         late = self._world.deliver_late
@@ -154,7 +154,7 @@ class ThreadCollectives:
         given_numels: Sequence[int],
         label: str = "",
     ) -> Pending:
-        """See `Collectives.all_to_all`."""
+        """Meet the other threads, and copy what each gives this rank."""
         site = checks.site_of(self, "all_to_all", label)
         checks.check_all_to_all(site, output, given, output_numels, given_numels)
         late = self._world.deliver_late
@@ -162,17 +162,17 @@ class ThreadCollectives:
         return self._move(cargo, "", lambda cargoes: stage_all_to_all(cargoes, late=late))
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Collectives.exchange`. Values are pickled and unpickled, so no rank gets another's object."""
+        """Meet the other threads; values are pickled and unpickled, so no rank gets another's object."""
         post = Post(MeetingCall("exchange", label), value=pickle.dumps(value))
         values = self._meet(post, lambda posts: [each.value for each in posts]).outcome
         return [pickle.loads(each) for each in values]
 
     def barrier(self, *, label: str = "") -> None:
-        """See `Collectives.barrier`."""
+        """Meet the other threads."""
         self._meet(Post(MeetingCall("barrier", label)), lambda posts: None)
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadCollectives | None:
-        """See `Collectives.subgroup`."""
+        """Meet the other threads, and make a group of these ranks in the same world."""
         chosen = checks.check_subgroup(checks.site_of(self, "subgroup", ""), ranks)
         members = tuple(self._group.members[rank] for rank in chosen)
         post = Post(MeetingCall("subgroup", detail=f"ranks {list(chosen)}"))
@@ -250,7 +250,7 @@ class ThreadPending:
     meeting: Meeting
 
     def wait(self) -> None:
-        """See `Pending.wait`; hands the baton to other ranks until the last of them has posted."""
+        """Hand the baton to other ranks until the last of them has posted, and take the result."""
         cargo, meeting = self.cargo, self.meeting
         if cargo is None:
             return
@@ -263,7 +263,7 @@ class ThreadPending:
         self.cargo = None
 
     def done(self) -> bool:
-        """See `Pending.done`; if the collective is not over, the other ranks get a turn before the answer."""
+        """Return whether the collective is over; if it is not, the other ranks get a turn before the answer."""
         if not self._over() and self.baton.belongs_here(self.world_rank):
             self.baton.poll(self.world_rank)
         return self._over()

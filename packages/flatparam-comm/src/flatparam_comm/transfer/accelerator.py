@@ -43,7 +43,7 @@ class Streams:
 
     @property
     def is_capturing(self) -> bool:
-        """See `OnDevice.is_capturing`; False on devices that have no graphs."""
+        """Ask whether the current stream is recorded in a graph; False on devices that have no graphs."""
         ask = getattr(torch.get_device_module(self.device), "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
@@ -52,16 +52,16 @@ class Streams:
         return int(torch.accelerator.current_stream(self.device).stream_id)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """See `OnDevice.to_device`."""
+        """Copy a small host tensor through pinned memory, without waiting."""
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `OnDevice.to_host`."""
+        """Copy a small tensor to pinned memory, without waiting."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
     @contextlib.contextmanager
     def uploading(self) -> Iterator[Copies]:
-        """See `OnDevice.uploading`."""
+        """Queue copies to the device on their stream, after all work that is queued now."""
         if self._up is None:
             self._up = _stream_for_copies(self.device)
         with self._on(self._up) as copies:
@@ -70,13 +70,13 @@ class Streams:
 
     @contextlib.contextmanager
     def downloading(self) -> Iterator[Copies]:
-        """See `OnDevice.downloading`."""
+        """Queue copies to the host on their stream, after all work that is queued now."""
         with self._on(self._for_downloads()) as copies:
             yield copies
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Copies]:
-        """See `OnDevice.aside`."""
+        """Queue work on the stream for copies to the host, which waits for nothing that is queued now."""
         with self._on(self._for_downloads(), after_current=False) as copies:
             yield copies
 
@@ -86,7 +86,7 @@ class Streams:
         return self._down
 
     def wait_for_uploads(self) -> None:
-        """See `OnDevice.wait_for_uploads`."""
+        """Block the host until the last upload has read its memory."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
             self._uploaded = None

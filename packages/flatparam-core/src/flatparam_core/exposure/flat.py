@@ -82,51 +82,51 @@ class FlatExposure:
 
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
-        """See `Exposure.infos`."""
+        """Return, for each parameter, the module attributes that hold it."""
         return self._sites.infos
 
     @property
     def is_dormant(self) -> bool:
-        """See `Exposure.is_dormant`."""
+        """Return whether this is a copy whose modules show nothing yet; `refresh` ends that."""
         return not self._views
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """See `Exposure.parameters`."""
+        """Return the flat parameter alone."""
         return (self.flat_param,)
 
     def listed(self) -> Sequence[nn.Parameter]:
-        """See `Exposure.listed`."""
+        """Return the flat parameter."""
         return self.parameters()
 
     def originals(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.originals`."""
+        """Return the originals that outlived sharding and that somebody still holds, by index."""
         return self._followers.originals()
 
     def follow(self, index: int) -> nn.Parameter:
-        """See `Exposure.follow`. One that is made now has the gradient that the flat parameter has."""
+        """Return the original `index`; one that is made now has its part of the flat parameter's gradient."""
         return self._followers.follow(index, self._views[index])
 
     def requires_grad(self) -> Sequence[bool]:
-        """See `Exposure.requires_grad`."""
+        """Say of each parameter what the flat parameter says of all."""
         return [self.flat_param.requires_grad] * len(self._views)
 
     @property
     def is_trainable(self) -> bool:
-        """See `Exposure.is_trainable`."""
+        """Return whether the flat parameter is to get a gradient."""
         return self.flat_param.requires_grad
 
     def stamp(self) -> int:
-        """See `Exposure.stamp`."""
+        """Count the in-place changes of the flat parameter, and of the originals that are left."""
         own = self.flat_param._version
         return own if self._followers.are_none else own + self._followers.stamp()
 
     @property
     def was_given_data(self) -> bool:
-        """See `Exposure.was_given_data`."""
+        """Return whether an original that is left has other data than its view of the shard."""
         return not self._followers.are_none and self._followers.were_given_data(self._views)
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.take_over`; replacements in a module are refused when the full parameters are shown.
+        """Take over what originals were given; replacements in a module are refused when full parameters are shown.
 
         Raises:
             FlatParamError: if the owner has registered something in the flat parameter's place; its values would be
@@ -146,24 +146,24 @@ class FlatExposure:
         return self._followers.take_over(self._views, self._sites.infos)
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
-        """See `Exposure.lend`."""
+        """Show the part `index` under the names `infos` of another unit's modules too."""
         self._sites.add(index, infos, self._read)
 
     def refresh(self) -> None:
-        """See `Exposure.refresh`."""
+        """Make the views anew of the flat parameter's memory, and show them."""
         self._make_views(self.originals())
         self.show_shard()
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """See `Exposure.show`."""
+        """Register full tensors (or `None`) under the parameters' names."""
         self._sites.put(tensors)
 
     def shown(self, index: int) -> torch.Tensor | None:
-        """See `Exposure.shown`."""
+        """Return the tensor that `show` was given for parameter `index`."""
         return self._sites.shown[index]
 
     def show_shard(self) -> None:
-        """See `Exposure.show_shard`."""
+        """Register nothing under the parameters' names, so that their attributes show this rank's parts."""
         # The registered entry becomes None, which parameters() passes over and which keeps its place in the order.
         self._sites.put((None,) * len(self._views), self._read)
 
@@ -190,25 +190,25 @@ class FlatExposure:
         return part
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
-        """See `Exposure.put_back`."""
+        """Register again what somebody has replaced since `show`."""
         self._sites.put_back(indices)
 
     def replacements(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.replacements`."""
+        """Return, by index, the parameters that somebody has registered since `show`, and that fit."""
         return self._sites.replacements()
 
     @property
     def lists_shard(self) -> bool:
-        """See `Exposure.lists_shard`."""
+        """Say yes: `parameters()` lists the flat parameter."""
         return True
 
     @property
     def hides_shard(self) -> bool:
-        """See `Exposure.hides_shard`."""
+        """Return whether the flat parameter is left out now."""
         return not self._is_listed
 
     def list_flat_parameter(self, listed: bool) -> None:
-        """See `Exposure.list_flat_parameter`."""
+        """Register the flat parameter in its owner, or take it out."""
         if listed is self._is_listed:
             return
         owner = self.owner()
@@ -222,7 +222,7 @@ class FlatExposure:
         return owner._parameters.get(self.attribute) is not (self.flat_param if self._is_listed else None)
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
-        """See `Exposure.add_gradient`."""
+        """Add to the flat parameter's `.grad`, and to what the originals that are left see of it."""
         if not any(arrived):
             return
         if self._followers.are_none:

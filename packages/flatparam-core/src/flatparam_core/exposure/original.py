@@ -97,51 +97,51 @@ class OriginalExposure:
 
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
-        """See `Exposure.infos`."""
+        """Return, for each parameter, the module attributes that hold it."""
         return self._sites.infos
 
     @property
     def is_dormant(self) -> bool:
-        """See `Exposure.is_dormant`."""
+        """Return whether this is a copy whose originals are views of nothing yet; `refresh` ends that."""
         return self._addresses[:1] == [_NOWHERE]
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """See `Exposure.parameters`."""
+        """Return the originals."""
         return self._originals
 
     def listed(self) -> Sequence[nn.Parameter]:
-        """See `Exposure.listed`."""
+        """Return what modules show while they are sharded."""
         return self._shown
 
     def originals(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.originals`."""
+        """Return all originals, by index."""
         return dict(enumerate(self._originals))
 
     def follow(self, index: int) -> nn.Parameter:
-        """See `Exposure.follow`."""
+        """Return the original `index`; it always lives."""
         return self._originals[index]
 
     def requires_grad(self) -> Sequence[bool]:
-        """See `Exposure.requires_grad`."""
+        """Ask each original."""
         return list(map(_REQUIRES_GRAD, self._originals))
 
     @property
     def is_trainable(self) -> bool:
-        """See `Exposure.is_trainable`."""
+        """Return whether some original is to get a gradient."""
         return any(map(_REQUIRES_GRAD, self._originals))
 
     def stamp(self) -> int:
-        """See `Exposure.stamp`."""
+        """Count the in-place changes of the flat parameter, and of all originals, also of those that were replaced."""
         versions: int = sum(map(_VERSION, self._originals))
         return self.flat_param._version + self._changes + versions
 
     @property
     def was_given_data(self) -> bool:
-        """See `Exposure.was_given_data`."""
+        """Return whether an original lies elsewhere than where `refresh` has put it."""
         return self._addresses != list(map(torch.Tensor.data_ptr, self._originals))
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.take_over`."""
+        """Copy what originals were given into new memory; an object put in an original's place becomes it."""
         registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._shown))
         if all(registered) and not self.was_given_data:
             return {}
@@ -180,11 +180,11 @@ class OriginalExposure:
         return before
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
-        """See `Exposure.lend`."""
+        """Show the original `index` under the names `infos` of another unit's modules too."""
         self._sites.add(index, infos, self._read)
 
     def refresh(self) -> None:
-        """See `Exposure.refresh`."""
+        """Make the originals views of the flat parameter's memory."""
         parts = self._pieces.views(self.flat_param.detach())
         for parameter, part in zip(self._originals, parts, strict=True):
             give_data(parameter, part)
@@ -194,15 +194,15 @@ class OriginalExposure:
                 self.faces.follow(face, parameter)
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """See `Exposure.show`."""
+        """Register full tensors (or `None`) under the parameters' names."""
         self._sites.put(tensors)
 
     def shown(self, index: int) -> torch.Tensor | None:
-        """See `Exposure.shown`."""
+        """Return the tensor that was registered last for parameter `index`."""
         return self._sites.shown[index]
 
     def show_shard(self) -> None:
-        """See `Exposure.show_shard`."""
+        """Register the originals under their names."""
         self._sites.put(self._shown, self._read)
 
     def _read(self, index: int, registered: torch.Tensor | None) -> torch.Tensor | None:
@@ -210,28 +210,28 @@ class OriginalExposure:
         return registered if lent is None else lent
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
-        """See `Exposure.put_back`."""
+        """Register again what somebody has replaced since `show`."""
         self._sites.put_back(indices)
 
     def replacements(self) -> Mapping[int, nn.Parameter]:
-        """See `Exposure.replacements`."""
+        """Return, by index, the parameters that somebody has registered since `show`, and that fit."""
         return self._sites.replacements()
 
     @property
     def lists_shard(self) -> bool:
-        """See `Exposure.lists_shard`."""
+        """Say no: `parameters()` lists what is registered."""
         return False
 
     @property
     def hides_shard(self) -> bool:
-        """See `Exposure.hides_shard`."""
+        """Say no: there is no flat parameter to leave out."""
         return False
 
     def list_flat_parameter(self, listed: bool) -> None:
         """Do nothing: the flat parameter is never listed."""
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
-        """See `Exposure.add_gradient`."""
+        """Add its part of the gradient to the `.grad` of each original that arrived and has elements here."""
         originals, gradients = self._originals, self._pieces.views(reduced)
         is_here = self._is_here
         if not all(arrived) or not all(is_here):

@@ -165,7 +165,7 @@ class CheckpointDirectory:
         if step is not None:
             if step not in self.steps():
                 raise CheckpointError(
-                    f"{self.path_of(step)}: there is no checkpoint of step {step}",
+                    f"{self.path_of(step)}: expected a checkpoint of step {step}, found none",
                     path=self.path_of(step),
                     hint=f"there are those of {self.steps()}",
                 )

@@ -67,9 +67,9 @@ def find_checkpoint(path: Path) -> CheckpointReader:
     chosen = CheckpointDirectory(path).choose()
     if chosen is None:
         raise CheckpointError(
-            f"{path}: there is no checkpoint here",
+            f"{path}: expected a checkpoint here, found none",
             path=path,
-            hint=f"expected a directory with {MANIFEST}, or one of such directories",
+            hint=f"give a directory with {MANIFEST}, or one of such directories",
         )
     return CheckpointReader(chosen.path, chosen.manifest, chosen.warning)
 

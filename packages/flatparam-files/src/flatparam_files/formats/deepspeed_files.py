@@ -56,7 +56,7 @@ def step_directory(path: Path) -> Path:
         )
     if not step.is_dir():
         raise CheckpointError(
-            f"{latest} says {tag!r}, and there is no such directory",
+            f"{latest} says {tag!r}, and this directory is not beside it",
             path=step,
             hint="copy the directory to its place, or give the directory of a different step",
         )

@@ -56,7 +56,7 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
     """
     for path in map(Path, paths):
         if not path.exists():
-            raise UnknownFormatError(f"{path} does not exist", path=path, hint="check the path")
+            raise UnknownFormatError(f"the path {path} does not exist", path=path, hint="check the path")
     inner = [each for path in paths for each in _inside(Path(path))]
     formats = {format} if format is not None else {_format_of(path) for path in inner}
     named = ", ".join(map(str, paths))

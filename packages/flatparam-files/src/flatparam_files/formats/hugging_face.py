@@ -121,7 +121,7 @@ def _model_of(source: Source, path: Path) -> dict[str, Stored]:
             hint="export it to torch or dcp",
         )
     if not opened.stored:
-        raise CheckpointError(f"there is no model to write to {path}", path=path, hint="use torch or dcp")
+        raise CheckpointError(f"expected a model for {path}, found none", path=path, hint="use torch or dcp")
     tied = opened.aliases()
     return {split_path(each)[-1]: stored for each, stored in opened.stored.items() if each not in tied}
 

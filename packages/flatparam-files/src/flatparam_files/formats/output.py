@@ -22,7 +22,7 @@ def refuse_existing(path: Path) -> None:
     """Raise a CheckpointError if there is something at `path`."""
     if os.path.lexists(path):
         raise CheckpointError(
-            f"{path} exists already", path=path, hint="choose a different name, or remove it first"
+            f"the path {path} exists already", path=path, hint="choose a different name, or remove it first"
         )
 
 

@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm import Collectives, Pending, ReduceOp, SingleCollectives, Topology
+from flatparam_comm import Collectives, Parts, Pending, ReduceOp, SingleCollectives, Topology
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["TRANSPORTS", "Call", "LoneRank", "LoneRankOfParts", "lone_topology"]
+__all__ = ["TRANSPORTS", "Call", "LoneRank", "lone_topology"]
 
 TRANSPORTS: Final = ("direct", "gloo", "shared_memory")
 """How bytes travel, as far as a rank's memory shows it.
@@ -57,6 +57,7 @@ class _Issued:
         return bool(self.waited)
 
 
+@final
 @attrs.frozen(eq=False)
 class LoneRank:
     """Collectives of one rank in a world where everybody else has its parameters and no gradients.
@@ -112,6 +113,19 @@ class LoneRank:
         self.tell("moved", pending.call)
         return attrs.evolve(pending, held=held, waited=pending.waited)
 
+    @property
+    def reduce_scatter_parts(self) -> Callable[..., Pending]:
+        """Return a method that reads gradients where autograd left them; only shared memory has it."""
+        if self.transport != "shared_memory":
+            raise AttributeError(f"expected a transport that takes parts, found {self.transport!r}")
+        return self._reduce_scatter_parts
+
+    def _reduce_scatter_parts(self, output: Tensor, full: Parts, *, label: str = "") -> Pending:
+        pending = self._issue("reduce_scatter", label, full)
+        with torch.no_grad():
+            full.fill(self.rank * output.numel(), output.detach())
+        return self._moved(pending)
+
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Leave `tensor` as it is."""
         return self._moved(self._issue("all_reduce", label, tensor))
@@ -157,19 +171,6 @@ class LoneRank:
         return pending
 
 
-@final
-@attrs.frozen(eq=False)
-class LoneRankOfParts(LoneRank):
-    """A lone rank whose transport takes gradients from where autograd left them, as shared memory does."""
-
-    def reduce_scatter_parts(self, output: Tensor, full: Any, *, label: str = "") -> Pending:
-        """Copy this rank's slice of `full` to `output`."""
-        pending = self._issue("reduce_scatter", label, full)
-        with torch.no_grad():
-            full.fill(self.rank * output.numel(), output.detach())
-        return self._moved(pending)
-
-
 def lone_topology(
     world_size: int,
     rank: int,
@@ -191,13 +192,12 @@ def lone_topology(
         )
     if transport not in TRANSPORTS:
         raise PlanError(f"expected a transport among {', '.join(TRANSPORTS)}, found {transport!r}")
-    kind = LoneRankOfParts if transport == "shared_memory" else LoneRank
     start = rank - rank % shard_size
 
     def group(members: range) -> Collectives:
         if len(members) == 1:
             return SingleCollectives()
-        return decorate(kind(tuple(members), rank, transport, on_call))
+        return decorate(LoneRank(tuple(members), rank, transport, on_call))
 
     shard = group(range(start, start + shard_size))
     if shard_size == world_size:

@@ -43,7 +43,7 @@ def _copy(target: torch.Tensor, elements: torch.Tensor) -> None:
 
 
 def _not_ordinary(value: Any) -> str | None:
-    """See `not_ordinary`; what ranks hold pieces of is not asked, since torch does not answer for it."""
+    """Ask `not_ordinary`, but not about tensors of which ranks hold pieces: torch does not answer for them."""
     return None if is_sharded_tensor(value) or is_dtensor(value) else not_ordinary(value)
 
 

@@ -110,7 +110,7 @@ class Recorder:
             self._running[-1] = (self._running[-1][0], self._now())
 
     def on_event(self, event: Event) -> None:
-        """See `Instrument.on_event`."""
+        """Draw what begins and ends with `event`."""
         unit, now = event.unit, self._now()
         if event.kind == "unshard":
             self._sending["all_gather", unit] = now
@@ -145,7 +145,7 @@ class Recorder:
             self._add(Piece(WAITING, unit, f"wait for {what} {unit}", begin, self._now()))
 
     def on_wait(self, unit: str, operation: str) -> None:
-        """See `Instrument`."""
+        """Note when the host began to wait for a collective of `unit`."""
         self._waiting[operation, unit] = self._now()
 
     def _changed(self, nbytes: int) -> None:

@@ -105,7 +105,7 @@ class _Extended:
     _extensions: FSDPExtensions
 
     def chunk_tensor(self, place: Place, full: Tensor) -> Any:
-        """See `Chunker`."""
+        """Have the extension make a `ShardedTensor` over the unit's shard group."""
         group = place.unit.topology.shard
         device = full.device
         per_node = getattr(torch, device.type).device_count() if device.type != "cpu" else 1
@@ -114,14 +114,14 @@ class _Extended:
         )
 
     def chunk_dtensor(self, place: Place, full: Tensor, mesh: Any) -> Any:
-        """See `Chunker`."""
+        """Have the extension make a `DTensor` over `mesh`."""
         return self._extensions.chunk_dtensor(full, place.unit.topology.shard.rank, mesh)
 
     def local_shards(self, tensor: Any) -> dict[tuple[int, ...], Tensor]:
-        """See `Chunker`."""
+        """Return the shards that the extension finds in a tensor, by their offsets."""
         _, shards = self._extensions.pre_load_state_dict_transform(tensor)
         return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in shards}
 
     def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> Tensor:
-        """See `Chunker`."""
+        """Have the extension gather a `DTensor`; every rank calls it."""
         return self._extensions.all_gather_dtensor(tensor.to(device), tensor.device_mesh)

@@ -61,7 +61,7 @@ class TreeLoad:
         return [key for key in missing if not any(each.is_in(key, in_flat) for each in self._loads)]
 
     def checksums(self, topology: Topology) -> dict[str, int]:
-        """See `ModelLoad.checksums`."""
+        """Return the checksums of what each unit's load has taken, by name."""
         return {name: each for load in self._loads for name, each in load.checksums(topology).items()}
 
     def commit(self) -> None:

@@ -216,7 +216,7 @@ class _Decoder:
         except CheckpointError:
             raise
         except (TypeError, LookupError, ArithmeticError, RuntimeError, ImportError, AttributeError) as error:
-            raise ValueError(f"{tag} of {str(tree[tag])[:100]!r}: {error}") from error
+            raise ValueError(f"cannot restore {tag} of {str(tree[tag])[:100]!r}: {error}") from error
 
     def _items(self, items: Any, depth: int) -> list[Any]:
         if not isinstance(items, list):

@@ -142,7 +142,7 @@ def _record(path: str, tree: Any) -> TensorRecord:
     try:
         return TensorRecord.from_json(tree)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"tensor {path!r}: {error}") from error
+        raise ValueError(f"the record of tensor {path!r}: {error}") from error
 
 
 def _check_bytes(path: str, record: TensorRecord, files: tuple[FileRecord, ...]) -> None:
