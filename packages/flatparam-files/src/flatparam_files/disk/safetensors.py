@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_files.collector import without_collector
-from flatparam_files.disk.byte_file import AnyPath, ByteFile, bytes_view
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import parse_json
 from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo
+from flatparam_files.disk.system import AnyPath, ByteFile, bytes_view
 
 __all__ = [
     "DTYPES",

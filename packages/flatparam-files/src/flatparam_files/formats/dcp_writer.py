@@ -11,12 +11,14 @@ import attrs
 from torch import Tensor
 
 from flatparam_core import Box, Span
-from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
-from flatparam_files.formats.dcp.dcp_metadata import METADATA_FILE
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source, TensorInfo
+from flatparam_files.disk.system import AnyPath
+from flatparam_files.formats.dcp_reader import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.pickle_reader import Global
 from flatparam_files.formats.pickle_writer import PickledCall, pickle_of
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored
+from flatparam_files.formats.stored.stored_tensors import Stored
 from flatparam_files.formats.stored.whole_sources import tree_of
 from flatparam_files.formats.torch_archive import write_archive
 
@@ -172,9 +174,6 @@ class _Rows(Stored):
 
     def read(self, span: Span) -> Iterator[Tensor]:
         return self.whole.read(span.shifted(self.begin))
-
-    def storages(self) -> Iterator[Storage]:
-        return self.whole.storages()
 
 
 def _new(name: str, fields: Mapping[str, Any]) -> PickledCall:

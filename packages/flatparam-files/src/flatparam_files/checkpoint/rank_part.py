@@ -1,25 +1,46 @@
-"""The contribution of one rank to a checkpoint, and its report once its file is written."""
+"""The part of one rank: what it contributes to a checkpoint, the file that it writes, and its report about that."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
 import torch
+import xxhash
 from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest.records import FileRecord, RankValue, TensorRecord
-from flatparam_files.checkpoint.manifest.sealed import read_sealed, seal
-from flatparam_files.checkpoint.manifest.values import encode
+from flatparam_files.checkpoint.fields import file_dtype
+from flatparam_files.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    FilePiece,
+    FileRecord,
+    RankValue,
+    TensorRecord,
+    rank_file,
+)
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_files.disk import CHUNK_NBYTES, CheckpointError, TensorInfo, new_file
+from flatparam_files.checkpoint.sealed import read_sealed, seal
+from flatparam_files.checkpoint.values import encode
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.safetensors import Staging, TensorFileWriter
+from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo, filled
+from flatparam_files.disk.system import ReopenedFile, bytes_view, make_directory, new_file, sync_file
 
-__all__ = ["Contribution", "OwnedPiece", "Ticket", "row_major_chunks", "RankReport", "report_path"]
+__all__ = [
+    "Contribution",
+    "OwnedPiece",
+    "Ticket",
+    "row_major_chunks",
+    "RankReport",
+    "report_path",
+    "RankFileWriter",
+    "write_part",
+]
 
 
 @final
@@ -39,11 +60,7 @@ class OwnedPiece:
 
     def staged(self) -> Self:
         """Return the same piece with its elements copied to host memory."""
-        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
-        done = 0
-        for chunk in self.chunks():
-            copy[done : done + chunk.numel()].copy_(chunk.detach().reshape(-1))
-            done += chunk.numel()
+        copy = filled(torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu"), self.chunks())
         return attrs.evolve(self, chunks=lambda: (copy,))
 
 
@@ -198,3 +215,130 @@ class RankReport:
 def report_path(directory: Path, rank: int) -> Path:
     """Return the path of the report of rank `rank`."""
     return directory / f"rank-{rank:05d}.done"
+
+
+# The file that one rank writes
+
+
+@final
+class _BlockHashes:
+    """The hash of each block of a piece, as its bytes pass by."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._hash = xxhash.xxh3_128()
+        self._nbytes = 0
+
+    def update(self, view: memoryview) -> None:
+        while view:
+            part, view = view[: BLOCK_NBYTES - self._nbytes], view[BLOCK_NBYTES - self._nbytes :]
+            self._hash.update(part)
+            self._nbytes += len(part)
+            if self._nbytes == BLOCK_NBYTES:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._nbytes = 0
+
+    def finish(self) -> tuple[str, ...]:
+        if self._nbytes:
+            self._close()
+        return tuple(self._done)
+
+
+@final
+class RankFileWriter:
+    """Writes `rank-00000.safetensors` piece by piece, and knows afterwards where each one is and what it hashes to."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        rank: int,
+        world_size: int,
+        pieces: Sequence[tuple[str, TensorRecord, Span]],
+        *,
+        staging: Staging,
+        on_moment: OnMoment = nothing,
+        is_reopened: bool = False,
+    ) -> None:
+        """Begin the file of `rank` in the temporary directory, where it must not exist.
+
+        Args:
+            pieces: path, tensor and elements of each piece, in the order in which they will be written.
+            is_reopened: have the file open only while something is written: there are very many.
+        """
+        self._rank = rank
+        self._path = path = ticket.temporary / rank_file(rank)
+        self._on_moment = on_moment
+        self._pieces = [piece for piece in pieces if piece[2]][::-1]
+        infos = {_name(at, span): _file_info(record, span) for at, record, span in self._pieces[::-1]}
+        self.records = {at: attrs.evolve(record, pieces=()) for at, record, _ in pieces}
+        said = {"format": "pt", "save_id": ticket.save_id, "rank": str(rank), "world_size": str(world_size)}
+        self._file = ReopenedFile(path) if is_reopened else new_file(path)
+        on_moment(Moment.FILE_OPENED)
+        try:
+            self._writer = TensorFileWriter(self._file, infos, said, staging=staging)
+        except BaseException:
+            self._file.close()
+            raise
+        self._end = len(self._writer.header)
+
+    def write(self, chunks: Iterable[Tensor]) -> None:
+        """Write the next piece that has elements."""
+        path, record, span = self._pieces.pop()
+        info, hashes = _file_info(record, span), _BlockHashes()
+        stored = (bytes_view(chunk) if info.dtype != record.info.dtype else chunk for chunk in chunks)
+        self._writer.write(_name(path, span), stored, hashes.update)
+        piece = FilePiece(self._rank, self._end, span, hashes.finish())
+        self.records[path] = attrs.evolve(self.records[path], pieces=(piece,))
+        self._end += info.nbytes
+        self._on_moment(Moment.PIECE_WRITTEN)
+
+    def finish(self) -> FileRecord:
+        """Wait until everything is on the disk."""
+        self._writer.finish()
+        sync_file(self._file)
+        self._file.close()
+        header = self._writer.header
+        self._on_moment(Moment.FILE_SYNCED)
+        return FileRecord(self._path.name, self._end, len(header), xxhash.xxh3_128_hexdigest(header))
+
+    def close(self) -> None:
+        """Close the file, whole or not."""
+        self._file.close()
+
+
+def _name(path: str, span: Span) -> str:
+    return f"{path}[{span.start}:{span.stop}]"
+
+
+def _file_info(record: TensorRecord, span: Span) -> TensorInfo:
+    dtype = record.info.dtype
+    stored = file_dtype(dtype)
+    return TensorInfo((span.numel * dtype.itemsize // stored.itemsize,), stored)
+
+
+def write_part(
+    ticket: Ticket,
+    rank: int,
+    world_size: int,
+    contribution: Contribution,
+    *,
+    staging: Staging,
+    on_moment: OnMoment = nothing,
+) -> None:
+    """Write what `rank` contributes to its file in the temporary directory, and then its report."""
+    make_directory(ticket.temporary)
+    plans = [(piece.path, piece.record, piece.span) for piece in contribution.pieces]
+    writer = RankFileWriter(ticket, rank, world_size, plans, staging=staging, on_moment=on_moment)
+    try:
+        for piece in contribution.pieces:
+            if piece.span:
+                writer.write(piece.chunks())
+        file = writer.finish()
+    finally:
+        writer.close()
+    said = contribution.rank_values, contribution.aliases, contribution.values
+    RankReport(ticket.save_id, rank, file, writer.records, *said).write(ticket.temporary, on_moment)
