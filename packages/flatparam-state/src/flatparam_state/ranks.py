@@ -68,7 +68,7 @@ class _AllOf:
 
     @property
     def rank(self) -> int:
-        """See `Topology.rank`."""
+        """The number of this rank among them."""
         return self.topology.rank
 
     @property
@@ -77,7 +77,7 @@ class _AllOf:
         return self.topology.data_parallel_size
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """See `Topology.exchange`."""
+        """Return the `value` of each rank, in their order; every one of them calls it."""
         return self.topology.exchange(value, label=label)
 
     def barrier(self, *, label: str = "") -> None:

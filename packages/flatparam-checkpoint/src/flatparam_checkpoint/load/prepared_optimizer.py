@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_checkpoint.load.elements import SavedTensor, SavedValue
+from flatparam_checkpoint.load.prepared_model import read_part
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
-from flatparam_runtime import COUNTERS
+from flatparam_runtime import COUNTERS, ParamSpec, Span
+from flatparam_state.forms import LazyTensor, LazyValue
 from flatparam_state.model_tensors import model_tensors
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
 
@@ -159,3 +160,38 @@ def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], st
         return next((now[name] for name in known if name in now), saved)
 
     return name_now
+
+
+# What is read when it is needed
+
+
+@final
+@attrs.frozen(eq=False)
+class SavedValue(LazyValue):
+    """A value in a manifest, perhaps with a tensor in a file."""
+
+    _reader: CheckpointReader
+    _tree: Any
+
+    def whole(self) -> Any:
+        """Read the value, and the tensors in it."""
+        return self._reader.decode(self._tree)
+
+
+@final
+class SavedTensor(LazyTensor):
+    """A tensor of a checkpoint."""
+
+    def __init__(self, reader: CheckpointReader, path: str) -> None:
+        """Read nothing yet of the tensor that is at `path` in the checkpoint."""
+        info = reader.record(path).info
+        self.shape, self.dtype = info.shape, info.dtype
+        self._reader, self._path = reader, path
+
+    def whole(self) -> Tensor:
+        """Read all of the tensor, in its shape."""
+        return self._reader.load(self._path)
+
+    def part(self, spec: ParamSpec, span: Span) -> Tensor:
+        """Read the elements `span` in the memory order of `spec`, and only the blocks that they are in."""
+        return read_part(self._reader, self._path, spec.stride, span, self.dtype)

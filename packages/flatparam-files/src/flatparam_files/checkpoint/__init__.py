@@ -18,8 +18,6 @@ from flatparam_files.checkpoint.rank_part import (
     OwnedPiece,
     Ticket,
     report_path,
-    row_major_chunks,
-    row_major_on_demand,
     write_part,
 )
 from flatparam_files.checkpoint.reader import deletion_of, what_it_says
@@ -47,8 +45,6 @@ __all__ = [
     "read_manifest",
     "reference",
     "report_path",
-    "row_major_chunks",
-    "row_major_on_demand",
     "seal",
     "unseal",
     "what_it_says",

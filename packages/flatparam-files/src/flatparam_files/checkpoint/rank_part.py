@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,7 +35,6 @@ __all__ = [
     "Contribution",
     "OwnedPiece",
     "Ticket",
-    "row_major_chunks",
     "RankReport",
     "report_path",
     "RankFileWriter",
@@ -46,12 +45,12 @@ __all__ = [
 @final
 @attrs.frozen(eq=False)
 class OwnedPiece:
-    """Elements `span` (in memory order) of the tensor `path`, which this rank writes; `chunks` gives them in order."""
+    """Elements `span` (in memory order) of the tensor `path`, which this rank writes from `elements`, row-major."""
 
     path: str
     record: TensorRecord
     span: Span
-    chunks: Callable[[], Iterable[Tensor]]
+    elements: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -60,22 +59,17 @@ class OwnedPiece:
 
     def staged(self) -> Self:
         """Return the same piece with its elements copied to host memory."""
-        copy = filled(torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu"), self.chunks())
-        return attrs.evolve(self, chunks=lambda: (copy,))
+        copy = torch.empty(self.span.numel, dtype=self.record.info.dtype, device="cpu")
+        return attrs.evolve(self, elements=filled(copy, _row_major_chunks(self.elements)))
 
 
-def row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
+def _row_major_chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the elements of `tensor` in row-major order; if it is not contiguous, at most a chunk is copied at once."""
     if tensor.is_contiguous() or tensor.nbytes <= CHUNK_NBYTES or tensor.dim() == 0:
         yield tensor.detach().reshape(-1)
     else:
         for row in tensor.detach().unbind(0):
-            yield from row_major_chunks(row)
-
-
-def row_major_on_demand(tensor: Tensor) -> Callable[[], Iterator[Tensor]]:
-    """Gives `row_major_chunks` of `tensor` when it is called."""
-    return lambda: row_major_chunks(tensor)
+            yield from _row_major_chunks(row)
 
 
 @final
@@ -124,8 +118,7 @@ class Contribution:
         parent[at[-1]] = tree
         for path, tensor in tensors.items():
             record = TensorRecord(TensorInfo(tensor.shape, tensor.dtype))
-            piece = OwnedPiece(path, record, Span(0, tensor.numel()), row_major_on_demand(tensor))
-            self.pieces.append(piece)
+            self.pieces.append(OwnedPiece(path, record, Span(0, tensor.numel()), tensor))
 
     def tree(self, *at: str) -> Any:
         """Return the encoded tree under the keys `at` of `values`."""
@@ -336,7 +329,7 @@ def write_part(
     try:
         for piece in contribution.pieces:
             if piece.span:
-                writer.write(piece.chunks())
+                writer.write(_row_major_chunks(piece.elements))
         file = writer.finish()
     finally:
         writer.close()

@@ -1,7 +1,7 @@
 """The files of checkpoints as bytes: ranges that are read, writes that last, JSON, and safetensors."""
 
 from flatparam_files.disk.limits import MAX_PUBLISHED_NBYTES, parse_json
-from flatparam_files.disk.source import renamed
+from flatparam_files.disk.source import filled, renamed
 from flatparam_files.disk.system import (
     AnyPath,
     ByteFile,
@@ -17,6 +17,7 @@ __all__ = [
     "ByteFile",
     "MAX_PUBLISHED_NBYTES",
     "bytes_view",
+    "filled",
     "free_nbytes",
     "make_directory",
     "new_file",

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from flatparam_state.optimizer.holdings import Held, Holding, innermost
+from flatparam_state.optimizer.held import Held, Holding, innermost
 
 __all__ = ["FirstState", "first_states", "keeps_otherwise", "names_like_parameter", "names_of_first_state"]
 

@@ -10,22 +10,20 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError, note_between_passes
 from flatparam_state.checksums import checksums, digest
-from flatparam_state.forms import OWN_CHUNKER, Chunker
-from flatparam_state.optimizer.entries import State
-from flatparam_state.optimizer.first_rank import arrived, streamed
-from flatparam_state.optimizer.holdings import (
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.optimizer.entry import State
+from flatparam_state.optimizer.held import (
     Held,
     Holding,
-    agree_on_holdings,
     held_parameters,
     numbered,
     settings_of,
     with_settings,
 )
-from flatparam_state.optimizer.misfits import check_shapes
-from flatparam_state.optimizer.other_states import check_states
+from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.optimizer.misfits import check_shapes, check_states
 from flatparam_state.optimizer.quantised import in_blocks
-from flatparam_state.optimizer.saved_states import SavedStates, has_cut_values
+from flatparam_state.optimizer.saved_states import SavedStates, arrived, has_cut_values, streamed
 from flatparam_state.places import Place, places_in
 
 __all__ = ["load_optimizer_state"]

@@ -12,7 +12,7 @@ import attrs
 from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, Topology
-from flatparam_state.optimizer.holdings.held import Held
+from flatparam_state.optimizer.held import Held
 from flatparam_state.places import Place
 
 __all__ = ["Hole", "Inventory", "agree_on_holdings", "with_states", "first_hole", "group_numbers"]

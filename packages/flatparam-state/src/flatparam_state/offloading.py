@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatparam_runtime import FlatParamError, Unit, units_in
-from flatparam_state.at_rest import bring_to_rest
+from flatparam_state.at_rest import allow_steps, bring_to_rest, refuse_steps
+from flatparam_state.checksums import refused_anywhere
 from flatparam_state.homes import Home, homes_in
-from flatparam_state.model import refused_anywhere
-from flatparam_state.offloading.memory import (
+from flatparam_state.moved_memory import (
     Move,
     finish_copies,
     is_mapped,
@@ -26,7 +26,6 @@ from flatparam_state.offloading.memory import (
     relocated,
     to_device,
 )
-from flatparam_state.steps_refused import allow_steps, refuse_steps
 
 __all__ = ["offload", "onload"]
 
