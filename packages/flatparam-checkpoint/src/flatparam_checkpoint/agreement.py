@@ -15,17 +15,7 @@ from flatparam_files.disk import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state.ranks import CALL, differing
 
-__all__ = [
-    "Attempt",
-    "Failure",
-    "agree",
-    "agree_on_call",
-    "attempt",
-    "check_one_directory",
-    "raise_first",
-    "raise_told",
-    "some_of",
-]
+__all__ = ["Attempt", "Failure", "agree", "agree_on_call", "attempt", "raise_first", "raise_told", "some_of"]
 
 T = TypeVar("T")
 
@@ -96,11 +86,7 @@ def attempt(
 
 
 def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
-    """Return the `fact` of every rank, if none has failed in what it has `attempted`.
-
-    Raises:
-        CheckpointError: see `raise_first`.
-    """
+    """Return the `fact` of every rank, if none has failed in what it has `attempted`; see `raise_first`."""
     answers = ranks.exchange((attempted.failure, fact), label=label)
     failures = [failed for failed, _ in answers if failed is not None]
     if failures:

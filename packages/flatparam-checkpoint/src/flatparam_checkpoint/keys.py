@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
 __all__ = [
-    "AVERAGES",
     "UPDATES",
     "Optimizers",
     "averages_by_name",

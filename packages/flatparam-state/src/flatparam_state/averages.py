@@ -171,7 +171,8 @@ class ShardedEMA:
             f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}",
         )
         averaged = [self._is_averaged(average) for average in self._averages]
-        _copy([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves])
+        for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves]):
+            torch._foreach_copy_([average for average, _ in group], [tensor for _, tensor in group])
         for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if moves]):
             _average(group, self._decay)
         self._updates += 1
@@ -308,11 +309,6 @@ def _alike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Te
     for average, tensor in pairs:
         groups[average.dtype, average.device].append((average, tensor))
     return list(groups.values())
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for group in _alike(pairs):
-        torch._foreach_copy_([average for average, _ in group], [tensor for _, tensor in group])
 
 
 def _average(pairs: Sequence[tuple[Tensor, Tensor]], decay: float) -> None:

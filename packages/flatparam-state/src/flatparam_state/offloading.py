@@ -81,8 +81,10 @@ def offload(
 
     trip.check_can_part()
     _on_every_rank(trip.units, f"offload to {where}", lambda: trip.prepare(choose))
-    if parameters:
-        _note_homes(trip.homes)
+    for home in trip.homes if parameters else ():
+        belongs = _belongs(home)
+        for parameter in home.parameters():
+            _HOMES[parameter] = belongs
     trip.install()
     if parameters:
         _say_where(trip, where)
@@ -299,13 +301,6 @@ def _belongs(home: Home) -> _Belongs:
     found: _Belongs | None = next((each for each in noted if each is not None), None)
     data = home.now()
     return _Belongs(data.device, data.is_pinned()) if found is None else found
-
-
-def _note_homes(homes: Sequence[Home]) -> None:
-    for home in homes:
-        belongs = _belongs(home)
-        for parameter in home.parameters():
-            _HOMES[parameter] = belongs
 
 
 def _say_where(trip: _Trip, where: str) -> None:

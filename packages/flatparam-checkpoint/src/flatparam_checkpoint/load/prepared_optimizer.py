@@ -107,7 +107,11 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
-    state = {fqn: _counters_first(values) for fqn, values in state.items()}
+    # In the order in which the optimizers of torch make them: files have what is cut like the parameter first.
+    state = {
+        fqn: dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
+        for fqn, values in state.items()
+    }
     groups = reader.decode(tree["param_groups"])
     for group in groups:
         for key in {"params", "param_names"} & group.keys():
@@ -126,11 +130,6 @@ def _add_new(saved_groups: list[dict[str, Any]], holding: Holding, new: frozense
             saved_groups.append({**group, "params": added})
         elif added and home is not None:
             home["params"] = [*home["params"], *added]
-
-
-def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the order in which the optimizers of torch make them: files have what is cut like the parameter first."""
-    return dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
 
 
 def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:

@@ -97,10 +97,7 @@ class Prepared:
 
 
 def prepare(
-    reader: CheckpointReader,
-    ranks: ExchangesValues,
-    subject: Subject,
-    options: LoadOptions,
+    reader: CheckpointReader, ranks: ExchangesValues, subject: Subject, options: LoadOptions
 ) -> Prepared:
     """Read and check what this rank needs; nothing is changed.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, TypeAlias, final
 
 import attrs
-import torch
 from torch import nn
 from typing_extensions import Self
 
@@ -187,10 +186,6 @@ def fit(model: nn.Module, files: PretrainedFiles) -> Fit:
 def _problem(name: str, wanted: ModelTensor, found: TensorInfo) -> str:
     if wanted.shape != found.shape:
         return f"{name!r}: expected shape {wanted.shape}, found {found.shape}"
-    if not _can_be_cast(found.dtype, wanted.dtype):
+    if found.dtype != wanted.dtype and not (found.dtype.is_floating_point and wanted.dtype.is_floating_point):
         return f"{name!r}: expected {wanted.dtype}, found {found.dtype}, which is not cast to it"
     return ""
-
-
-def _can_be_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
-    return found == wanted or (found.is_floating_point and wanted.is_floating_point)

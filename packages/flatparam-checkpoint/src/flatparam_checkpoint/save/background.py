@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final, final
 
 from flatparam_checkpoint.agreement import Attempt, Failure
+from flatparam_checkpoint.save.contribution import Contribution
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import Committer, Contribution, DirectoryLock, Ticket, report_path
+from flatparam_files.checkpoint import Committer, DirectoryLock, Ticket, report_path
 from flatparam_runtime import ExchangesValues
 
 __all__ = ["Background", "await_reports", "check_commit", "say_failed", "BackgroundSave"]

@@ -9,9 +9,10 @@ from typing import Any, final
 
 from flatparam_checkpoint.agreement import agree, agree_on_call, attempt
 from flatparam_checkpoint.save.background import BackgroundSave
+from flatparam_checkpoint.save.contribution import Contribution
 from flatparam_checkpoint.save.subject import Inventories, Subject
-from flatparam_files import CheckpointError, OnMoment, Staging, join_path
-from flatparam_files.checkpoint import Committer, Contribution, Ticket, write_part
+from flatparam_files import CheckpointError, OnMoment, join_path
+from flatparam_files.checkpoint import Committer, Ticket
 from flatparam_files.disk import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state import places_in
@@ -155,14 +156,7 @@ class Saver:
         return contribution, shared
 
     def _write_part(self, ticket: Ticket, contribution: Contribution) -> None:
-        write_part(
-            ticket,
-            self._ranks.rank,
-            self._ranks.size,
-            contribution,
-            staging=Staging(),
-            on_moment=self._on_moment,
-        )
+        contribution.write(ticket, self._ranks.rank, self._ranks.size, self._on_moment)
 
     def _write(self, ticket: Ticket, contribution: Contribution) -> None:
         """Write and commit, all ranks together."""

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of
+from flatparam_checkpoint.save.contribution import Contribution, OwnedPiece
 from flatparam_files import CheckpointError, TensorInfo, join_path
-from flatparam_files.checkpoint import (
-    OF_RANKS,
-    Contribution,
-    OwnedPiece,
-    RankValue,
-    TensorRecord,
-    encode,
-    inline,
-    reference,
-)
+from flatparam_files.checkpoint import OF_RANKS, RankValue, TensorRecord, encode, inline, reference
 from flatparam_runtime import COUNTERS, Span, Threshold
 from flatparam_state import Place, places_in
 from flatparam_state.at_rest import bring_to_rest
@@ -30,15 +22,7 @@ from flatparam_state.optimizer import Held, Holding, Inventory, spread_out, with
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
-__all__ = [
-    "add_averages",
-    "add_model",
-    "record_of",
-    "share_of",
-    "Inventories",
-    "Subject",
-    "add_optimizer",
-]
+__all__ = ["Inventories", "Subject"]
 
 
 def share_of(span: Span, place: Place) -> Span:

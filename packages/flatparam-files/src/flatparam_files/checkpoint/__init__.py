@@ -14,11 +14,10 @@ from flatparam_files.checkpoint.manifest import (
 )
 from flatparam_files.checkpoint.moments import nothing
 from flatparam_files.checkpoint.rank_part import (
-    Contribution,
-    OwnedPiece,
+    RankFileWriter,
+    RankReport,
     Ticket,
     report_path,
-    write_part,
 )
 from flatparam_files.checkpoint.reader import deletion_of, what_it_says
 from flatparam_files.checkpoint.sealed import seal, unseal
@@ -27,13 +26,13 @@ from flatparam_files.checkpoint.values import encode, inline, reference
 __all__ = [
     "CheckpointDirectory",
     "Committer",
-    "Contribution",
     "DirectoryLock",
     "EXTRA_STATE",
     "MANIFEST",
     "Manifest",
     "OF_RANKS",
-    "OwnedPiece",
+    "RankFileWriter",
+    "RankReport",
     "RankValue",
     "TensorRecord",
     "Ticket",
@@ -48,5 +47,4 @@ __all__ = [
     "seal",
     "unseal",
     "what_it_says",
-    "write_part",
 ]

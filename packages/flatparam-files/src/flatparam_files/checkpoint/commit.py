@@ -135,7 +135,7 @@ class Committer:
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
         reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
-        manifest = _merge(ticket, reports, __version__)
+        manifest = _merge(ticket, reports)
         write_sealed(temporary / MANIFEST, manifest.to_json())
         moment(Moment.MANIFEST_WRITTEN)
         for rank in range(world_size):
@@ -193,7 +193,7 @@ class Committer:
 # The manifest that comes of the reports of all ranks
 
 
-def _merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manifest:
+def _merge(ticket: Ticket, reports: Sequence[RankReport]) -> Manifest:
     """Return the manifest of all ranks' files.
 
     Raises:
@@ -227,7 +227,7 @@ def _merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manif
         per_rank,
         {alias: path for report in reports for alias, path in report.aliases.items()},
         values,
-        {"flatparam_files": version, "torch": torch.__version__, "python": platform.python_version()},
+        {"flatparam_files": __version__, "torch": torch.__version__, "python": platform.python_version()},
         ticket.number,
     )
 

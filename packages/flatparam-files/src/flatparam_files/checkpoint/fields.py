@@ -19,7 +19,6 @@ from flatparam_files.disk.source import join_path
 
 __all__ = [
     "Field",
-    "Validator",
     "as_count",
     "as_list",
     "as_object",
@@ -169,11 +168,7 @@ _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in _NAMES.items(
 
 
 def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
-    """Return the name of `dtype` in a manifest.
-
-    Raises:
-        CheckpointError: for one that cannot be saved, naming the tensor `at` these keys.
-    """
+    """Return the name of `dtype` in a manifest; a CheckpointError, about the tensor `at` these keys, if it has none."""
     if dtype not in _NAMES:
         path = join_path(at)
         raise CheckpointError(

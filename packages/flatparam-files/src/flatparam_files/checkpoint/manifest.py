@@ -43,11 +43,9 @@ __all__ = [
     "block_count",
     "rank_file",
     "EXTRA_STATE",
-    "FORMAT",
     "MANIFEST",
     "Manifest",
     "OF_RANKS",
-    "VERSION",
 ]
 
 BLOCK_NBYTES: Final = 2**20

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import xxhash
@@ -39,6 +39,9 @@ __all__ = [
     "open_checkpoint",
     "what_it_says",
 ]
+
+
+_HINT: Final = "use a different checkpoint, or restore the file from a copy"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -254,7 +257,7 @@ class CheckpointReader:
                     path=file,
                     fqn=path,
                     rank=piece.file,
-                    hint="use a different checkpoint, or restore the file from a copy",
+                    hint=_HINT,
                 )
 
     def file(self, number: int) -> ByteFile:
@@ -288,20 +291,13 @@ class CheckpointReader:
 def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: int) -> None:
     expected = f"the file that rank {rank} of {manifest.world_size} wrote in save {manifest.save_id}"
     if file.nbytes != record.nbytes:
-        raise CheckpointError(
-            f"{file.path}: expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
-            f"{what_it_says(file.path)}",
-            path=file.path,
-            rank=rank,
-            hint="use a different checkpoint, or restore the file from a copy",
-        )
-    if xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
-        raise CheckpointError(
-            f"{file.path}: its header is not that of {expected}{what_it_says(file.path)}",
-            path=file.path,
-            rank=rank,
-            hint="use a different checkpoint, or restore the file from a copy",
-        )
+        problem = f"expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
+    elif xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
+        problem = f"its header is not that of {expected}"
+    else:
+        return
+    problem += what_it_says(file.path)
+    raise CheckpointError(f"{file.path}: {problem}", path=file.path, rank=rank, hint=_HINT)
 
 
 def what_it_says(path: Path) -> str:

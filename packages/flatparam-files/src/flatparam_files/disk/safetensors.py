@@ -158,9 +158,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     return SafetensorsHeader(tensors, metadata, data_start, file_nbytes)
 
 
-def _entry(
-    name: str, entry: Any, data_start: int, infos: dict[tuple[str, ...], tuple[TensorInfo, int]]
-) -> StoredTensor:
+def _entry(name: str, entry: Any, data_start: int, infos: _Infos) -> StoredTensor:
     """Return the tensor that an entry describes; `infos` has those that were described before, since most are alike."""
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise ValueError(f"tensor {name!r}: expected the keys {sorted(_KEYS)}")

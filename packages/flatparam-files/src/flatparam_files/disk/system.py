@@ -7,7 +7,6 @@ import errno
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final, TypeAlias, final
 
 import torch
@@ -260,9 +259,7 @@ class ByteFile:
     def __del__(self) -> None:
         self.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:

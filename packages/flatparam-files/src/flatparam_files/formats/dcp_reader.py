@@ -20,15 +20,7 @@ from flatparam_files.formats.stored.stored_tensors import Storage, Stored, Strid
 from flatparam_files.formats.stored.whole_sources import StoredSource
 from flatparam_files.formats.torch_archive import dtype_names, open_archive, plain_dict
 
-__all__ = [
-    "METADATA_FILE",
-    "Chunk",
-    "DcpMetadata",
-    "read_dcp_metadata",
-    "ACCELERATE_DIRECTORIES",
-    "is_dcp",
-    "open_dcp",
-]
+__all__ = ["METADATA_FILE", "ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]
 
 METADATA_FILE: Final = ".metadata"
 _SHOWN: Final = 100
@@ -92,11 +84,7 @@ class DcpMetadata:
 
 
 def read_dcp_metadata(directory: Path) -> DcpMetadata:
-    """Read and check `.metadata`.
-
-    Raises:
-        CheckpointError: if it is damaged, or describes tensors whose chunks do not cover them.
-    """
+    """Read and check `.metadata`; a CheckpointError if it is damaged, or chunks do not cover their tensors."""
     file = directory / METADATA_FILE
     with ByteFile(file) as opened:
         data = bytes(opened.read(0, opened.nbytes))

@@ -216,11 +216,7 @@ def read_model_parts(files: Sequence[Path]) -> list[Mapping[str, Any]]:
 
 
 def check_complete(files: Files, ranks: Sequence[RankPart], models: Sequence[Mapping[str, Any]]) -> None:
-    """See that the files are all those of one save.
-
-    Raises:
-        CheckpointError: naming the file that is missing, too many, or of a different save.
-    """
+    """Check that the files are those of one save; a CheckpointError names one that is missing, or does not belong."""
     world_size, stage = ranks[0].world_size, ranks[0].stage
     if "ds_zero_partition_groups" in ranks[0].state:
         raise _unread(ranks[0].file, "experts (AutoEP)")

@@ -19,12 +19,10 @@ from flatparam_files.formats.stored.whole_sources import StoredSource, select
 
 __all__ = [
     "INDEX_FILE",
-    "MAX_SHARD_NBYTES",
     "SINGLE_FILE",
     "divided",
     "open_hugging_face",
     "write_hugging_face",
-    "HasInfo",
     "encode_index",
     "read_shards",
 ]

@@ -289,11 +289,7 @@ class Budget:
             raise ValueError(f"its objects would take more than {self._allowed:,} bytes of memory")
 
     def take_literal(self, value: Any) -> None:
-        """Take the memory of a number, a text or bytes.
-
-        Raises:
-            ValueError: if there is not so much left, or the number is too long to be printed.
-        """
+        """Take the memory of a number, a text or bytes; a ValueError if it is too much, or too long to be printed."""
         if isinstance(value, int) and not is_short_integer(value):
             raise ValueError(f"it has an integer of {value.bit_length():,} bits")
         self.take(64 + (len(value) if isinstance(value, (str, bytes, bytearray)) else 0))

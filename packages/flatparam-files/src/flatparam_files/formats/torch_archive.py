@@ -29,17 +29,7 @@ from flatparam_files.formats.stored.stored_tensors import (
     row_major,
 )
 
-__all__ = [
-    "STORAGE_NAMES",
-    "TORCH_NAMES",
-    "TypedStorage",
-    "dtype_names",
-    "plain_dict",
-    "Archive",
-    "is_archive",
-    "open_archive",
-    "write_archive",
-]
+__all__ = ["TORCH_NAMES", "dtype_names", "plain_dict", "is_archive", "open_archive", "write_archive"]
 
 # The dtypes of the storage classes that torch pickles a tensor with. The others go as an `UntypedStorage` and a dtype.
 STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {

@@ -45,7 +45,7 @@ class OwnChunker:
     """The chunks as torch's own FSDP makes them."""
 
     def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
-        """Return the `ShardedTensor` of which this rank holds its chunk of `full`, over the ranks that shard `place`."""
+        """Return the `ShardedTensor` of which this rank holds its chunk of `full`, over the ranks of `place`."""
         return self.chunk_over(full, place.unit.topology.shard)
 
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
@@ -83,7 +83,7 @@ class OwnChunker:
         return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
 
     def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
-        """Return what all data-parallel ranks shard of `tensor`: parts are gathered if it is not replicated over them."""
+        """Return what data-parallel ranks have parts of: gathered, if `tensor` is not whole on each of them."""
         from torch.distributed.tensor import Replicate
 
         kept = tensor.placements[-1:] if is_presented else ()

@@ -214,7 +214,8 @@ class ModelLoad:
                 "it with those, and save a full or a sharded state."
             )
         # None, if modules do not list their originals: then these are in the order of the modules.
-        listed = [name for name in _names_in(place.unit.module) if name in fqns]
+        names = (clean_fqn(name) for name, _ in place.unit.module.named_parameters())
+        listed = [name for name in names if name in fqns]
         if saved is None and listed and listed != list(fqns):
             warnings.warn(
                 f"{clean_fqn(key)!r}: this local state does not tell the order of the parameters in it, and with "
@@ -269,11 +270,6 @@ class ModelLoad:
         """Forget everything; calling it twice is harmless."""
         self.stop()
         self.forget()
-
-
-def _names_in(module: nn.Module) -> list[str]:
-    """Return the names of all parameters, in the order of the module."""
-    return [clean_fqn(name) for name, _ in module.named_parameters()]
 
 
 def load_model_state(

@@ -81,7 +81,7 @@ def optimizer_state_dict(
         if item.place is None:
             copies = {name: copy_value(value, form.device) for name, value in values.items()}
             found[item.fqns[0]] = FirstState(copies) if item in new else copies
-    if form.rank0_only and not _is_first(model):
+    if form.rank0_only and places and places[0].unit.topology.group.rank != 0:
         return {}
     names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
     named: dict[str, Any] = {"state": {fqn: found[fqn] for fqn in names if fqn in found} | others}
@@ -126,8 +126,3 @@ def _first_states(
                 stacklevel=4,
             )
         return None
-
-
-def _is_first(model: nn.Module) -> bool:
-    place = next(places_in(model), None)
-    return place is None or place.unit.topology.group.rank == 0

@@ -144,8 +144,8 @@ def _loaded(
     order = [
         mine.get(at) or known[at]
         for place in places
-        for at, fqn in zip(_places_of_parameters(place), place.fqns, strict=True)
-        if at in mine or fqn in held
+        for index, fqn in enumerate(place.fqns)
+        if (at := (id(place.handle), index)) in mine or fqn in held
     ]
     order += sorted((item for item in holding.items if item.place is None), key=lambda item: item.fqns)
     loaded: dict[Held, dict[str, Any]] = {}
@@ -165,10 +165,6 @@ def _by_place(items: Iterable[Held]) -> dict[tuple[int, int], Held]:
             for index in item.indices:
                 found.setdefault((id(item.place.handle), index), item)
     return found
-
-
-def _places_of_parameters(place: Place) -> list[tuple[int, int]]:
-    return [(id(place.handle), index) for index in range(len(place.fqns))]
 
 
 def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]]:

@@ -56,7 +56,11 @@ def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str
             _at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file
         )
         if "optimizer" in ours:
-            ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
+            saved, model = ours["optimizer"], ours.get("model", {})
+            if _are_optimizers(saved):
+                ours["optimizer"] = {name: by_name(each, model, file) for name, each in saved.items()}
+            else:
+                ours["optimizer"] = by_name(saved, model, file)
         return walk.tensors, walk.values(ours, ())
 
 
@@ -173,13 +177,6 @@ def _is_optimizer(value: Any) -> bool:
 def _are_optimizers(value: Any) -> bool:
     """Return whether it looks like the state dicts of several optimizers by their names."""
     return isinstance(value, Mapping) and bool(value) and all(map(_is_optimizer, value.values()))
-
-
-def _by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the state of an optimizer, or of each of several, by parameter name."""
-    if _are_optimizers(optimizer):
-        return {name: by_name(each, model, file) for name, each in optimizer.items()}
-    return by_name(optimizer, model, file)
 
 
 @final
