@@ -16,7 +16,7 @@ from torch import Tensor
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, run_threads
 from flatparam_comm.testing import PATIENCE
-from flatparam_files.formats import open_source, write_checkpoint
+from flatparam_files import open_source, write_checkpoint
 from flatparam_runtime import Span
 from flatparam_state.checkpoint import Checkpointer
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import flatparam
 from flatparam_clients.names import STATE_FUNCTIONS
-from flatparam_clients.second_door.names import fsdp2_names
+from flatparam_clients.second_door.door import fsdp2_names
 from flatparam_comm import Collectives
 
 STEPS = 4

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from flatparam_simdev.log import Kind
-from flatparam_state.offloading.memory import PIECE_NBYTES, pieces_of
+from flatparam_state.moved_memory import PIECE_NBYTES, pieces_of
 from integration_tests.simulated.models import WIDTHS
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import World, on_simulated

@@ -54,6 +54,10 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_forward_hooks": "torch.nn.Module()",
     "_load_state_dict_pre_hooks": "torch.nn.Module()",
     "_register_state_dict_hook": "torch.nn.Module()",
+    "_global_optimizer_post_hooks": "torch.optim.optimizer",
+    "_global_optimizer_pre_hooks": "torch.optim.optimizer",
+    # Its constructor sets it on a parameter of another class.
+    "_is_param": "type('Made', (), dict.fromkeys(torch.nn.Parameter.__new__.__code__.co_names))",
     "_local_scalar_dense": "torch.ops.aten",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_metadata": "torch.nn.Module().state_dict()",

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flatparam_checkpoint import Checkpointer
+from flatparam_checkpoint.save.contribution import Contribution
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_comm.testing import PATIENCE, run_processes, run_threads
 from flatparam_files import CheckpointError, Moment, open_checkpoint, verify_checkpoint
-from flatparam_files.checkpoint.contribution import Contribution
 
 from .beneath import AllocatedBytes, Setup, assert_equal_state, full_state
 from .runs import resumed

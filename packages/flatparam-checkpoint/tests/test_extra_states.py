@@ -15,8 +15,7 @@ from torch import nn
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives, Topology
 from flatparam_comm.testing import run_threads
-from flatparam_files import CheckpointError, open_source, write_checkpoint
-from flatparam_files.formats import write_torch_file
+from flatparam_files import CheckpointError, open_source, write_checkpoint, write_torch_file
 from flatparam_runtime import UnitPlan, shard_module
 
 from .small import ALONE

@@ -13,8 +13,7 @@ from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_core import Span
 from flatparam_files import CheckpointError, open_checkpoint
-from flatparam_files.checkpoint.manifest.records import BLOCK_NBYTES
-from flatparam_files.checkpoint.manifest.whole import Manifest
+from flatparam_files.checkpoint.manifest import BLOCK_NBYTES, Manifest
 from flatparam_state import model_state_dict
 from flatparam_state.model_tensors import model_tensors
 

@@ -32,10 +32,9 @@ import torch.distributed.checkpoint as dcp
 
 import flatparam_files
 from flatparam_core import Span
-from flatparam_files import CheckpointError, verify_checkpoint
-from flatparam_files.checkpoint.manifest.sealed import _sealed, read_sealed
+from flatparam_files import CheckpointError, open_source, verify_checkpoint, verify_source, write_hugging_face
+from flatparam_files.checkpoint.sealed import _sealed, read_sealed
 from flatparam_files.disk.source import Source
-from flatparam_files.formats import open_source, verify_source, write_hugging_face
 
 from .formats.samples import state
 from .saved import save

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flatparam_core import Span
-from flatparam_files import Staging
+from flatparam_files import Staging, TensorInfo
 from flatparam_files.checkpoint import (
     CheckpointDirectory,
     Committer,
-    Contribution,
+    RankFileWriter,
+    RankReport,
     RankValue,
+    TensorRecord,
+    encode,
     inline,
-    write_part,
 )
 
 
@@ -28,16 +31,25 @@ def save(root: Path, step: int, extra: Any = None) -> Path:
     names = ("exp_avg", "exp_avg_sq")
     states = {fqn: {name: torch.rand_like(weight) for name in names} for fqn, weight in weights.items()}
     groups = [{"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "params": list(weights)}]
-    contribution = Contribution()
-    contribution.add_values(("model",), weights)
-    contribution.add_values(("optimizer",), {"state": states, "param_groups": groups})
-    for fqn, weight in weights.items():
-        value = RankValue(0, Span(0, weight.numel()), inline(torch.tensor(1.0)))
-        contribution.rank_values[f"optimizer/state/{fqn}/step"] = value
-    contribution.add_values(("extra",), extra)
+    tensors: dict[str, Tensor] = {}
+    optimizer = {"state": states, "param_groups": groups}
+    parts = {"model": weights, "optimizer": optimizer, "extra": extra}
+    values = {part: encode(value, (part,), tensors) for part, value in parts.items()}
+    step_of = {
+        fqn: RankValue(0, Span(0, each.numel()), inline(torch.tensor(1.0))) for fqn, each in weights.items()
+    }
     committer = Committer(CheckpointDirectory(root))
     ticket = committer.prepare(step)
-    write_part(ticket, 0, 1, contribution, staging=Staging())
+    pieces = [
+        (path, TensorRecord(TensorInfo(each.shape, each.dtype)), Span(0, each.numel()))
+        for path, each in tensors.items()
+    ]
+    writer = RankFileWriter(ticket, 0, 1, pieces, staging=Staging())
+    for each in filter(Tensor.numel, tensors.values()):
+        writer.write([each])
+    rank_values = {f"optimizer/state/{fqn}/step": value for fqn, value in step_of.items()}
+    report = RankReport(ticket.save_id, 0, writer.finish(), writer.records, rank_values, {}, values)
+    report.write(ticket.temporary)
     path = committer.commit(ticket, 1)
     committer.close()
     return path

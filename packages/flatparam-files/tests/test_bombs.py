@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatparam_files.checkpoint.manifest.sealed import _sealed, read_sealed, seal
-from flatparam_files.checkpoint.manifest.values import decode, encode
+from flatparam_files import open_source
+from flatparam_files.checkpoint.sealed import _sealed, read_sealed, seal
+from flatparam_files.checkpoint.values import decode, encode
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import check_cost, parse_json
 from flatparam_files.disk.safetensors import read_header
 from flatparam_files.disk.source import Box, TensorInfo
-from flatparam_files.formats import open_source
-from flatparam_files.formats.dcp import dcp_metadata
-from flatparam_files.formats.dcp.dcp_metadata import _check_cover
-from flatparam_files.formats.dcp.dcp_reader import _Tree
+from flatparam_files.formats import dcp_reader
+from flatparam_files.formats.dcp_reader import _check_cover, _Tree
 
 from .saved import end_of, fork, save
 
@@ -251,7 +250,7 @@ def test_chunks_in_several_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="overlap"):
         _check_cover("a", (4, 4), [Box((0, 0), (2, 4)), Box((1, 0), (1, 4)), Box((3, 0), (1, 4))])
     _check_cover("a", (100, 200), list(strips(100)))
-    monkeypatch.setattr(dcp_metadata, "_MOST_PAIRS", 100_000)
+    monkeypatch.setattr(dcp_reader, "_MOST_PAIRS", 100_000)
     with pytest.raises(ValueError, match="2,000 chunks that lie beside each other, which are too many"):
         _check_cover("a", (1000, 2000), list(strips(1000)))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flatparam_files import open_source
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.formats import open_source
 
 from .fuzzing import MAKE, Fuzzer, chain_of, limit_memory
 from .saved import end_of, fork

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_comm import FlatLayout, ParamSpec, Span
-from flatparam_state.forms.boxes import boxes_of, cut
-from flatparam_state.forms.tiling import Tiling
+from flatparam_state.forms.tiling import Tiling, boxes_of, cut
 
 
 @st.composite

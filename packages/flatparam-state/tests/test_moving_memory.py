@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatparam_state.offloading.memory import pieces_of, relocated, to_device
+from flatparam_state.moved_memory import pieces_of, relocated, to_device
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 

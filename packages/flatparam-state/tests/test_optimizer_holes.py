@@ -11,7 +11,7 @@ from torch import nn
 from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
 from flatparam_state import load_optimizer_state, optimizer_state_dict
-from flatparam_state.optimizer.holdings.inventory import Inventory, first_hole
+from flatparam_state.optimizer.inventory import Inventory, first_hole
 
 from .models import mlp
 from .optimizers import adam, lacking_a_parameter, lacking_a_step

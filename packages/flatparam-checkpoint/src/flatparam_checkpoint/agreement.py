@@ -15,7 +15,7 @@ from flatparam_files.disk import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state.ranks import CALL, differing
 
-__all__ = ["Attempt", "Failure", "agree", "agree_on_call", "attempt", "check_one_directory", "raise_first"]
+__all__ = ["Attempt", "Failure", "agree", "agree_on_call", "attempt", "raise_first", "raise_told", "some_of"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,12 @@ class Attempt(Generic[T]):
     cause: BaseException | None = None
 
 
+def some_of(names: Sequence[str], most: int = 10) -> str:
+    """Return at most so many of `names` in words, and the number of the others."""
+    shown = ", ".join(map(repr, names[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
 def attempt(
     action: Callable[[], T], rank: int, *, directory: Path | None = None, need: int = 0
 ) -> Attempt[T]:
@@ -80,11 +86,7 @@ def attempt(
 
 
 def agree(ranks: ExchangesValues, attempted: Attempt[Any], fact: Any = None, *, label: str) -> list[Any]:
-    """Return the `fact` of every rank, if none has failed in what it has `attempted`.
-
-    Raises:
-        CheckpointError: see `raise_first`.
-    """
+    """Return the `fact` of every rank, if none has failed in what it has `attempted`; see `raise_first`."""
     answers = ranks.exchange((attempted.failure, fact), label=label)
     failures = [failed for failed, _ in answers if failed is not None]
     if failures:
@@ -104,6 +106,15 @@ def raise_first(failures: Sequence[Failure], attempted: Attempt[Any]) -> NoRetur
         raise attempted.cause
     first = min(failures, key=lambda each: (not each.is_interrupt, each.about not in (None, each.rank)))
     raise first.error() from (attempted.cause if own is not None and own.rank == first.rank else None)
+
+
+def raise_told(
+    texts: Sequence[str], cause: BaseException | None, *, path: Path | None = None, hint: str = ""
+) -> None:
+    """Raise what the first rank that has a text says, as a CheckpointError on every rank; `cause` is this rank's."""
+    for rank, text in enumerate(texts):
+        if text:
+            raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=path, hint=hint) from cause
 
 
 def agree_on_call(

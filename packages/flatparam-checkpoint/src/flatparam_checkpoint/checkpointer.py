@@ -8,15 +8,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
-import torch
+import attrs
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_checkpoint.averages_of import averages_by_name
-from flatparam_checkpoint.load import Loaded, load_checkpoint
-from flatparam_checkpoint.save import Saver, Subject, optimizers_by_name, save_after_failure
+from flatparam_checkpoint.keys import Optimizers, averages_by_name, optimizers_by_name
+from flatparam_checkpoint.load.prepared_model import LoadOptions
+from flatparam_checkpoint.load.session import Loaded, load_checkpoint
+from flatparam_checkpoint.save.after_failure import save_after_failure
+from flatparam_checkpoint.save.session import Saver
+from flatparam_checkpoint.save.subject import Subject
 from flatparam_files import CheckpointError, OnMoment
 from flatparam_files.checkpoint import CheckpointDirectory, Committer, check_step, nothing
 from flatparam_files.disk import AnyPath
@@ -26,12 +29,9 @@ from flatparam_state.ranks import ranks_of
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
-__all__ = ["Checkpointer", "Optimizers"]
+__all__ = ["Checkpointer"]
 
 T = TypeVar("T")
-
-Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None"
-"""One optimizer, several by name, or none."""
 
 
 @final
@@ -258,15 +258,15 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
-        options = {"strict": strict, "convert_dtype": convert_dtype, "other_states": other_states}
+        options = LoadOptions(strict, convert_dtype, other_states)
         with _telling("load"):
             self._reported(self._saver.settle)
             self._saver.begin(
                 "load",
-                {"step": step, **options, "on_save_error": self._on_save_error},
+                {"step": step, **attrs.asdict(options), "on_save_error": self._on_save_error},
                 lambda: self._check_averages("loaded"),
             )
-            return load_checkpoint(self._directory, self._ranks, self._subject, step=step, **options)
+            return load_checkpoint(self._directory, self._ranks, self._subject, step, options)
 
 
 @contextlib.contextmanager

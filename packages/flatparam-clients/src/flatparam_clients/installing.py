@@ -35,7 +35,7 @@ from flatparam_clients.occasions import WHEN_WRAPPED
 from flatparam_clients.planning import patch_of_planner
 from flatparam_clients.reaching import note_wrapped
 from flatparam_clients.reading import patches_of_reader
-from flatparam_clients.second_door.names import fsdp2_names, sharded_by_torch
+from flatparam_clients.second_door.door import fsdp2_names, sharded_by_torch
 
 __all__ = ["Installation", "install", "uninstall"]
 

@@ -9,49 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from flatparam_files.checkpoint import (
-        CheckpointReader,
-        CheckpointWriter,
-        Moment,
-        OnMoment,
-        Verification,
-        open_checkpoint,
-        verify_checkpoint,
-    )
+    from flatparam_files.checkpoint.moments import Moment, OnMoment
+    from flatparam_files.checkpoint.reader import CheckpointReader, open_checkpoint
+    from flatparam_files.checkpoint.soundness import Soundness, Verification, verify_checkpoint
+    from flatparam_files.checkpoint.writer import CheckpointWriter
     from flatparam_files.collector import without_collector
-    from flatparam_files.disk import (
-        CHUNK_NBYTES,
+    from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+    from flatparam_files.disk.safetensors import (
         DTYPES,
-        Box,
-        CheckpointError,
         SafetensorsHeader,
-        Source,
         Staging,
         StoredTensor,
         TensorFileWriter,
+        read_header,
+    )
+    from flatparam_files.disk.source import (
+        CHUNK_NBYTES,
+        Box,
+        Source,
         TensorInfo,
-        UnreadableError,
         chunk_spans,
         join_path,
-        read_header,
         row_major_boxes,
         split_path,
     )
-    from flatparam_files.formats import (
-        FORMATS,
-        Soundness,
-        UnknownFormatError,
-        averages_as_model,
-        cast_model,
-        open_source,
-        select,
-        verify_source,
-        watch,
-        write_checkpoint,
-        write_dcp,
-        write_hugging_face,
-        write_torch_file,
-    )
+    from flatparam_files.formats.dcp_writer import write_dcp
+    from flatparam_files.formats.detect import FORMATS, UnknownFormatError, open_source, verify_source
+    from flatparam_files.formats.hugging_face import write_hugging_face
+    from flatparam_files.formats.own_checkpoint import write_checkpoint
+    from flatparam_files.formats.stored.whole_sources import averages_as_model, cast_model, select, watch
+    from flatparam_files.formats.torch_files import write_torch_file
 
 __version__ = "0.1.0"
 
@@ -95,7 +82,22 @@ __all__ = [
     "write_torch_file",
 ]
 
-_HOMES: Final = ("checkpoint", "collector", "disk", "formats")
+_HOMES: Final = (
+    "checkpoint.moments",
+    "checkpoint.reader",
+    "checkpoint.soundness",
+    "checkpoint.writer",
+    "collector",
+    "disk.checkpoint_error",
+    "disk.safetensors",
+    "disk.source",
+    "formats.dcp_writer",
+    "formats.detect",
+    "formats.hugging_face",
+    "formats.own_checkpoint",
+    "formats.stored.whole_sources",
+    "formats.torch_files",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,10 +15,9 @@ from flatparam_core import Span
 from flatparam_files.checkpoint.reader import open_checkpoint
 from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
-from flatparam_files.disk import OPEN_FILES
 from flatparam_files.disk.source import TensorInfo
-from flatparam_files.formats.detect import open_source
-from flatparam_files.formats.verify import verify_source
+from flatparam_files.disk.system import OPEN_FILES
+from flatparam_files.formats.detect import open_source, verify_source
 
 RANKS = 9
 TENSORS = {f"model/{name}": torch.arange(40.0) + number for number, name in enumerate("abc")}

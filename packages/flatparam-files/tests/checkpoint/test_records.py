@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest.records import FilePiece, FileRecord, RankValue, TensorRecord
-from flatparam_files.checkpoint.manifest.whole import Manifest
+from flatparam_files.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
 from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.source import TensorInfo
-from flatparam_files.formats.detect import open_source
-from flatparam_files.formats.verify import verify_source
+from flatparam_files.formats.detect import open_source, verify_source
 
 HASH = "0" * 32
 PIECE = FilePiece(0, 100, Span(0, 4), (HASH,))

@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from flatparam_files.disk.byte_file import bytes_view
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import parse_json
 from flatparam_files.disk.safetensors import DTYPES, Staging, TensorFileWriter, encode_header, read_header
 from flatparam_files.disk.source import TensorInfo, join_path, split_path
+from flatparam_files.disk.system import bytes_view
 
 from .examples import example
 

@@ -10,10 +10,10 @@ from flatparam_core import Span
 from flatparam_files.checkpoint.reader import open_checkpoint
 from flatparam_files.checkpoint.soundness import verify_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
-from flatparam_files.disk.byte_file import bytes_view
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.safetensors import DTYPES
 from flatparam_files.disk.source import CHUNK_NBYTES, Source, TensorInfo
+from flatparam_files.disk.system import bytes_view
 
 from .examples import example
 

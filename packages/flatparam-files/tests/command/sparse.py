@@ -9,9 +9,8 @@ import xxhash
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.commit import Committer
-from flatparam_files.checkpoint.contribution import RankReport
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest.records import (
+from flatparam_files.checkpoint.manifest import (
     BLOCK_NBYTES,
     FilePiece,
     FileRecord,
@@ -19,7 +18,8 @@ from flatparam_files.checkpoint.manifest.records import (
     block_count,
     rank_file,
 )
-from flatparam_files.checkpoint.manifest.values import encode
+from flatparam_files.checkpoint.rank_part import RankReport
+from flatparam_files.checkpoint.values import encode
 from flatparam_files.disk.safetensors import encode_header
 from flatparam_files.disk.source import TensorInfo
 

@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from flatparam_core import Span
+from flatparam_files import open_source, verify_source, write_dcp
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.formats import open_dcp, open_source, open_torch_file, verify_source, write_dcp
+from flatparam_files.formats.dcp_reader import open_dcp
+from flatparam_files.formats.torch_files import open_torch_file
 
 from .samples import assert_same_source, awkward, flip, same, state, whole
 

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 
 from flatparam_core import Span
-from flatparam_files.disk.byte_file import ByteFile
+from flatparam_files import open_source, write_checkpoint
 from flatparam_files.disk.source import Source
-from flatparam_files.formats import open_source, write_checkpoint
+from flatparam_files.disk.system import ByteFile
 from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
 
 from .deepspeed_checkpoints import (

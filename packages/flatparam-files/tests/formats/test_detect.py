@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatparam_files import FORMATS, UnknownFormatError, open_source
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.formats import FORMATS, UnknownFormatError, open_source
 
 
 @pytest.mark.pairs

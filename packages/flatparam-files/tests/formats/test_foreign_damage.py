@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from flatparam_files import open_source, write_hugging_face
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
-from flatparam_files.formats import open_source, write_hugging_face
 
 from .samples import contents, plain, same, state
 

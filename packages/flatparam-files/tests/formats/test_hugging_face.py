@@ -8,16 +8,12 @@ import safetensors.torch
 import torch
 
 from flatparam_core import Span
+from flatparam_files import cast_model, open_source, verify_source
+from flatparam_files import write_hugging_face as write
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
-from flatparam_files.formats import (
-    cast_model,
-    open_hugging_face,
-    open_source,
-    open_torch_file,
-    verify_source,
-)
-from flatparam_files.formats import write_hugging_face as write
+from flatparam_files.formats.hugging_face import open_hugging_face
+from flatparam_files.formats.torch_files import open_torch_file
 
 from .samples import awkward, contents, same, state, whole
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.formats.dcp.dcp_reader import open_dcp
+from flatparam_files.formats.dcp_reader import open_dcp
 from flatparam_files.formats.pickle_reader import AdmittedNames, read_pickle
 from flatparam_files.formats.pickle_writer import pickle_of
+from flatparam_files.formats.torch_archive import TORCH_NAMES
 from flatparam_files.formats.torch_files import open_torch_file
-from flatparam_files.formats.torch_names import TORCH_NAMES
 
 
 class Canary:

@@ -9,13 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatparam_files.checkpoint.reader import open_checkpoint
-from flatparam_files.checkpoint.writer import CheckpointWriter
-from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.disk.source import Source, TensorInfo
-from flatparam_files.formats import (
+from flatparam_files import (
     open_source,
-    open_torch_file,
     select,
     verify_source,
     write_checkpoint,
@@ -23,7 +18,12 @@ from flatparam_files.formats import (
     write_hugging_face,
     write_torch_file,
 )
+from flatparam_files.checkpoint.reader import open_checkpoint
+from flatparam_files.checkpoint.writer import CheckpointWriter
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source, TensorInfo
 from flatparam_files.formats.stored.whole_sources import stored_source
+from flatparam_files.formats.torch_files import open_torch_file
 
 from .samples import DTYPES, assert_same_source, awkward, contents, same, state, whole
 
@@ -116,7 +116,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
 
 def test_a_tensor_in_another_memory_order(tmp_path: Path) -> None:
     """A parameter that we store in channels-last order is read in row-major order, in ranges and as a whole."""
-    from flatparam_files.checkpoint.manifest.records import TensorRecord
+    from flatparam_files.checkpoint.manifest import TensorRecord
 
     tensor = torch.randn(2, 3, 4, 5)
     stored = tensor.permute(0, 2, 3, 1).contiguous()

@@ -61,7 +61,7 @@ def test_scattered_elements_take_little_memory(tmp_path: Path, monkeypatch: pyte
     sizes: list[int] = []
     read = monkeypatch.context
     with read() as patched:
-        from flatparam_files.disk.byte_file import ByteFile
+        from flatparam_files.disk.system import ByteFile
 
         original = ByteFile.read
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from flatparam_core import Span
+from flatparam_files import open_source, select, verify_source, write_torch_file
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.formats import open_source, open_torch_file, select, verify_source, write_torch_file
+from flatparam_files.formats.torch_files import open_torch_file
 
 from .samples import assert_same_source, awkward, contents, flip, plain, same, state, whole
 

@@ -37,18 +37,6 @@ class Packet:
     file: str = ""
 
 
-def _identity_after(before: VersionId | None, number: int, packets: Sequence[Sequence[Packet]]) -> str:
-    """Return the identity of version `number`: the sha256 of that before it and of those of all packets.
-
-    Args:
-        before: the version that the packets change; None if they have all values.
-        packets: of each sending rank, those for each receiver.
-    """
-    digests = [[packet.sha256 for packet in of_rank] for of_rank in packets]
-    said = json.dumps([before.identity if before else "", number, digests])
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
 Frames: TypeAlias = Iterator[tuple[int, Tensor]]
 """The bytes of a rank's packets in pieces: the part that a piece is for, and the piece: 1-D, uint8, on any device."""
 
@@ -67,8 +55,13 @@ class NewVersion:
     """This rank's packets; the argument says whether all values are wanted."""
 
     def id_with(self, packets: Sequence[Sequence[Packet]]) -> VersionId:
-        """Return the name of the version that these packets make."""
-        return VersionId(self.stream, self.number, _identity_after(self.before, self.number, packets))
+        """Return the name of the version that these packets make: of each sending rank, those for each receiver.
+
+        Its identity is the sha256 of that of the version before and of those of all packets.
+        """
+        digests = [[packet.sha256 for packet in of_rank] for of_rank in packets]
+        said = json.dumps([self.before.identity if self.before else "", self.number, digests])
+        return VersionId(self.stream, self.number, hashlib.sha256(said.encode()).hexdigest())
 
 
 @final

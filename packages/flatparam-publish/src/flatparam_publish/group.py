@@ -283,11 +283,7 @@ class _Receiving:
     def update(
         self, packets: Sequence[Sequence[Packet]], slicing: Slicing, part: int, held: VersionId | None
     ) -> Update:
-        """Return the version, if all bytes are as they were sent.
-
-        Raises:
-            PublishError: if they are not.
-        """
+        """Return the version, if all bytes are as they were sent; a PublishError if they are not."""
         stream, number, before, catalogue, cuts = self._header
         whole = Catalogue.decode(catalogue)
         slicing.check_cuts(whole, cuts)

@@ -351,11 +351,7 @@ def _bytes_of(path: Path, most: int) -> bytes:
 
 
 def _on_all(topology: Topology, action: Callable[[], Any]) -> list[Any]:
-    """Return the results of `action()`, one for each rank.
-
-    Raises:
-        PublishError: on every rank, if it raises on one.
-    """
+    """Return the results of `action()`, one for each rank; a PublishError on every rank, if it raises on one."""
     fact: Any = None
     error: BaseException | None = None
     try:

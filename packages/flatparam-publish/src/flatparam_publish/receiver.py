@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol, final
 
 import attrs
@@ -103,11 +102,7 @@ class Receiver:
 
 
 def _check_complete(update: Update) -> None:
-    """Make sure that a version with all values has as many of each tensor as it is to have.
-
-    Raises:
-        PublishError: naming the tensor, if it has not.
-    """
+    """Check that a version with all values has all of each tensor; a PublishError names one of which it has not."""
     tensors = update.catalogue.tensors
     left = [each.info.numel for each in tensors]
     for packet in update.packets if update.before is None else ():
@@ -258,10 +253,12 @@ class _ModuleTarget:
     def values(self, catalogue: Catalogue) -> list[Value]:
         """Return the tensors of the module."""
         here = self._tensors()
-        return [
-            Value(each, tuple(_distinct(here[n] for n in each.names if n in here)))
-            for each in catalogue.tensors
-        ]
+        found = []
+        for each in catalogue.tensors:
+            # Names of a tied tensor share their memory.
+            distinct = {here[name].data_ptr(): here[name] for name in each.names if name in here}
+            found.append(Value(each, tuple(distinct.values())))
+        return found
 
     def _tensors(self) -> dict[str, Tensor]:
         found = self.module.state_dict(keep_vars=True)
@@ -277,7 +274,3 @@ def _problem(published: PublishedTensor, name: str, tensor: Tensor) -> str:
     if tensor.is_meta:
         return f"{name!r} is on the meta device"
     return ""
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())

@@ -165,7 +165,7 @@ class Slicing:
             raise ValueError(f"Slicing.sink: expected a rank from 0 to {self.size - 1}, found {rank}")
 
         def sliced(name: str, tensor: Tensor) -> None:
-            described = PublishedTensor((name,), _info(tensor))
+            described = PublishedTensor((name,), TensorInfo(tensor.shape, tensor.dtype))
             dim, part = self._dim(described), self.part(described, rank)
             whole = dim is None
             sink(
@@ -178,7 +178,3 @@ class Slicing:
 
 def _cut(dim: int | None) -> str:
     return "does not cut" if dim is None else f"cuts dimension {dim} of"
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tensor.shape, tensor.dtype)

@@ -5,41 +5,20 @@ from typing import TYPE_CHECKING
 from flatparam_runtime import names_of
 from flatparam_state import checkpoint as checkpoint
 from flatparam_state.averages import ShardedEMA
-from flatparam_state.codec import fragment_of, fragments_of, gather, shard_of
-from flatparam_state.forms import (
-    OWN_CHUNKER,
-    Chunker,
-    FormKind,
-    StateForm,
-    Streamed,
-    Tiling,
-    Wanted,
-    as_tensor,
-    from_first,
-    is_sharded_tensor,
-    is_tensor_like,
-    shape_of,
-)
-from flatparam_state.model import (
-    ModelLoad,
-    StandIns,
-    clean_keys,
-    load_model_state,
-    model_state_dict,
-    refused_anywhere,
-    state_shown,
-)
+from flatparam_state.checksums import refused_anywhere
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
+from flatparam_state.forms.state_form import FormKind, StateForm
+from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
+from flatparam_state.forms.wanted import Wanted
+from flatparam_state.model.collect import StandIns, clean_keys, model_state_dict, state_shown
+from flatparam_state.model.load import ModelLoad, load_model_state
 from flatparam_state.offloading import offload, onload
-from flatparam_state.optimizer import (
-    FirstState,
-    Held,
-    Holding,
-    held_parameters,
-    load_optimizer_state,
-    optimizer_state_dict,
-)
-from flatparam_state.places import Place, places_in, places_of
-from flatparam_state.version import __version__ as __version__
+from flatparam_state.optimizer.collect import optimizer_state_dict
+from flatparam_state.optimizer.first_state import FirstState
+from flatparam_state.optimizer.held import Held, Holding, held_parameters
+from flatparam_state.optimizer.load import load_optimizer_state
+from flatparam_state.places import Place, fragment_of, fragments_of, gather, places_in, places_of, shard_of
 
 if TYPE_CHECKING:
     from flatparam_checkpoint import (
@@ -111,6 +90,8 @@ if TYPE_CHECKING:
         VersionId,
         publish,
     )
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CHUNK_NBYTES",

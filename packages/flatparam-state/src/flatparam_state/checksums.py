@@ -10,15 +10,16 @@ from typing import Any, Final
 import xxhash
 from torch import Tensor
 
-from flatparam_runtime import Threshold
-from flatparam_state.forms import is_ordinary
+from flatparam_runtime import Threshold, Topology
+from flatparam_state.forms.deferred import is_ordinary
 
-__all__ = ["UNCOMPARED", "checksums", "digest", "named_differences"]
+__all__ = ["UNCOMPARED", "checksums", "digest", "refused_anywhere"]
 
 UNCOMPARED: Final = 0
 """Stands for the checksum of a value that ranks do not compare, such as a part of a sharded tensor."""
 _ADVICE: Final = "load the same state on every rank"
-
+_MOST_TOLD: Final = 20
+"""How many misfits a rank tells the others of."""
 CHECKED_NUMEL: Final = Threshold(
     "state.checked_numel",
     2**16,
@@ -47,7 +48,25 @@ def _checksum(value: Tensor) -> int:
     return found
 
 
-def named_differences(everyone: Sequence[Mapping[str, int]]) -> list[str]:
+def refused_anywhere(
+    topology: Topology, refused: list[str], loaded: Mapping[str, int] | None = None
+) -> list[str]:
+    """The misfits of every rank, each with its rank, so that no rank changes anything if one of them has a misfit.
+
+    Args:
+        topology: the ranks; every one of them calls it, with its own list.
+        refused: what does not fit on this rank; the others hear of the first few.
+        loaded: checksums of what is to be the same on all ranks, by name.
+    """
+    loaded = loaded or {}
+    told = topology.exchange((refused[:_MOST_TOLD], digest(loaded)), label="what does not fit")
+    misfits = [f"rank {rank}: {each}" for rank, (found, _) in enumerate(told) for each in found]
+    if not misfits and len({each for _, each in told}) > 1:
+        misfits = _named_differences(topology.exchange(loaded, label="what is loaded"))[:_MOST_TOLD]
+    return misfits
+
+
+def _named_differences(everyone: Sequence[Mapping[str, int]]) -> list[str]:
     """Return the names that some ranks lack, or that have different checksums, each with these ranks, in words."""
     found = []
     for name in dict.fromkeys(name for known in everyone for name in known):

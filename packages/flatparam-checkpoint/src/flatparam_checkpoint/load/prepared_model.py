@@ -9,20 +9,37 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_checkpoint.averages_of import UPDATES, tensors_of
-from flatparam_checkpoint.extra_states import extra_state_modules
-from flatparam_checkpoint.load.elements import read_part
+from flatparam_checkpoint.agreement import some_of
+from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
 from flatparam_files.checkpoint import TensorRecord
-from flatparam_files.disk import bytes_view
+from flatparam_files.disk import bytes_view, filled
+from flatparam_runtime import ParamSpec, Span
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
-__all__ = ["PreparedAverages", "PreparedModel", "prepare_averages", "prepare_model"]
+__all__ = [
+    "LoadOptions",
+    "PreparedAverages",
+    "PreparedModel",
+    "prepare_averages",
+    "prepare_model",
+    "read_part",
+]
 
 _SHOWN = 5
+
+
+@final
+@attrs.frozen
+class LoadOptions:
+    """The choices of `Checkpointer.load`."""
+
+    strict: bool
+    convert_dtype: bool
+    other_states: bool
 
 
 @final
@@ -60,9 +77,7 @@ class PreparedAverages:
         self.averages.updates = self.updates
 
 
-def prepare_model(
-    reader: CheckpointReader, model: nn.Module, *, strict: bool, convert_dtype: bool
-) -> PreparedModel:
+def prepare_model(reader: CheckpointReader, model: nn.Module, options: LoadOptions) -> PreparedModel:
     """Read what this rank has of `model`, extra states included; see `prepare_tensors`."""
     modules, extra = dict(extra_state_modules(model)), reader.manifest.values.get("model", {})
     states = [(module, extra[name]) for name, module in modules.items() if name in extra]
@@ -70,8 +85,7 @@ def prepare_model(
         reader,
         model,
         ("model",),
-        strict=strict,
-        convert_dtype=convert_dtype,
+        options,
         missing=[name for name in modules if name not in extra],
         unexpected=[name for name in extra if name not in modules],
         apart=extra,
@@ -81,7 +95,7 @@ def prepare_model(
 
 
 def prepare_averages(
-    reader: CheckpointReader, averages: ShardedEMA, at: tuple[str, ...], *, strict: bool, convert_dtype: bool
+    reader: CheckpointReader, averages: ShardedEMA, at: tuple[str, ...], options: LoadOptions
 ) -> PreparedAverages | None:
     """Read what this rank has of the averages that were saved under the keys `at`; None, if not `strict`, without them.
 
@@ -92,18 +106,14 @@ def prepare_averages(
     for key in (*at, UPDATES):
         tree = tree.get(key) if isinstance(tree, dict) else None
     if type(tree) is not int:
-        if not strict:
+        if not options.strict:
             return None
         raise CheckpointError(
             f"{reader.path} has no averages at {join_path(at)!r}",
             path=reader.path,
             hint="load without them, or with strict=False: then the next update() starts them again",
         )
-    prepared = averages.in_place(
-        lambda: prepare_tensors(
-            reader, averages.model, tensors_of(at), strict=strict, convert_dtype=convert_dtype
-        )
-    )
+    prepared = averages.in_place(lambda: prepare_tensors(reader, averages.model, tensors_of(at), options))
     return PreparedAverages(averages, prepared, tree)
 
 
@@ -111,9 +121,8 @@ def prepare_tensors(
     reader: CheckpointReader,
     model: nn.Module,
     at: tuple[str, ...],
+    options: LoadOptions,
     *,
-    strict: bool,
-    convert_dtype: bool,
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
     apart: Collection[str] = (),
@@ -138,17 +147,19 @@ def prepare_tensors(
         if not found:
             missing.append(tensor.name)
             continue
-        problems += filter(None, (_misfit(reader.record(path), tensor, convert_dtype) for path in found))
+        problems += filter(
+            None, (_misfit(reader.record(path), tensor, options.convert_dtype) for path in found)
+        )
         wanted.append((tensor, found))
         saved = reader.record(found[0]).info.dtype
         if saved != tensor.dtype:
             converted.update(dict.fromkeys(tensor.names, saved))
-    there = [split_path(path)[-1] for path in reader.tensors if _is_at(path, at) and path not in used]
-    unexpected += [name for name in there if name not in apart]
-    if strict and missing:
-        problems.append(f"the checkpoint lacks {_some(missing)}")
-    if strict and unexpected:
-        problems.append(f"the model lacks {_some(unexpected)}")
+    there = [split_path(path) for path in reader.tensors if path not in used]
+    unexpected += [parts[-1] for parts in there if parts[:-1] == at and parts[-1] not in apart]
+    if options.strict and missing:
+        problems.append(f"the checkpoint lacks {some_of(missing, _SHOWN)}")
+    if options.strict and unexpected:
+        problems.append(f"the model lacks {some_of(unexpected, _SHOWN)}")
     if problems:
         raise CheckpointError(
             f"{reader.path} is of a different model: {'; '.join(problems[:_SHOWN])}",
@@ -159,7 +170,7 @@ def prepare_tensors(
     for tensor, found in wanted:
         part, *others = (
             read_part(reader, path, tensor.stride, tensor.span, tensor.dtype)
-            for path in found[: None if strict else 1]
+            for path in found[: None if options.strict else 1]
         )
         if not all(torch.equal(bytes_view(part), bytes_view(other)) for other in others):
             names = " and ".join(repr(split_path(path)[-1]) for path in found)
@@ -173,14 +184,31 @@ def prepare_tensors(
     return PreparedModel(tensors, [], tuple(missing), tuple(unexpected), converted)
 
 
-def _is_at(path: str, at: tuple[str, ...]) -> bool:
-    parts = split_path(path)
-    return parts[:-1] == at
+def read_part(
+    reader: CheckpointReader, path: str, stride: tuple[int, ...] | None, span: Span, dtype: torch.dtype
+) -> Tensor:
+    """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
+
+    Only these elements' blocks are read, unless the checkpoint has a different memory order.
+    """
+    record = reader.record(path)
+    shape = record.info.shape
+    staged = torch.empty(span.numel, dtype=dtype, device="cpu")
+    if not span:
+        return staged
+    if _order(shape, record.stride) == _order(shape, stride):
+        return filled(staged, reader.read_stored(path, span))
+    full = reader.load(path)
+    if stride is not None:
+        full = torch.empty_strided(shape, stride, dtype=full.dtype, device="cpu").copy_(full)
+        full = full.as_strided((full.numel(),), (1,))
+    return staged.copy_(full.reshape(-1)[span.as_slice()])
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the strides that order elements: those of dimensions longer than 1."""
+    stride = stride or ParamSpec("", shape, torch.uint8, requires_grad=False).stride
+    return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 
 
 def _paths(reader: CheckpointReader, tensor: ModelTensor, at: tuple[str, ...]) -> list[str]:

@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_checkpoint.load.elements import SavedTensor, SavedValue
+from flatparam_checkpoint.load.prepared_model import read_part
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
-from flatparam_runtime import COUNTERS
+from flatparam_runtime import COUNTERS, ParamSpec, Span
+from flatparam_state.forms import LazyTensor, LazyValue
 from flatparam_state.model_tensors import model_tensors
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
 
@@ -106,7 +107,11 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
-    state = {fqn: _counters_first(values) for fqn, values in state.items()}
+    # In the order in which the optimizers of torch make them: files have what is cut like the parameter first.
+    state = {
+        fqn: dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
+        for fqn, values in state.items()
+    }
     groups = reader.decode(tree["param_groups"])
     for group in groups:
         for key in {"params", "param_names"} & group.keys():
@@ -125,11 +130,6 @@ def _add_new(saved_groups: list[dict[str, Any]], holding: Holding, new: frozense
             saved_groups.append({**group, "params": added})
         elif added and home is not None:
             home["params"] = [*home["params"], *added]
-
-
-def _counters_first(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the order in which the optimizers of torch make them: files have what is cut like the parameter first."""
-    return dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
 
 
 def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:
@@ -159,3 +159,38 @@ def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], st
         return next((now[name] for name in known if name in now), saved)
 
     return name_now
+
+
+# What is read when it is needed
+
+
+@final
+@attrs.frozen(eq=False)
+class SavedValue(LazyValue):
+    """A value in a manifest, perhaps with a tensor in a file."""
+
+    _reader: CheckpointReader
+    _tree: Any
+
+    def whole(self) -> Any:
+        """Read the value, and the tensors in it."""
+        return self._reader.decode(self._tree)
+
+
+@final
+class SavedTensor(LazyTensor):
+    """A tensor of a checkpoint."""
+
+    def __init__(self, reader: CheckpointReader, path: str) -> None:
+        """Read nothing yet of the tensor that is at `path` in the checkpoint."""
+        info = reader.record(path).info
+        self.shape, self.dtype = info.shape, info.dtype
+        self._reader, self._path = reader, path
+
+    def whole(self) -> Tensor:
+        """Read all of the tensor, in its shape."""
+        return self._reader.load(self._path)
+
+    def part(self, spec: ParamSpec, span: Span) -> Tensor:
+        """Read the elements `span` in the memory order of `spec`, and only the blocks that they are in."""
+        return read_part(self._reader, self._path, spec.stride, span, self.dtype)

@@ -2,18 +2,144 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, final
+
+import attrs
 
 from flatparam_checkpoint.agreement import agree, attempt, raise_first
-from flatparam_checkpoint.load.loaded import Loaded
-from flatparam_checkpoint.load.prepared import Prepared, prepare
-from flatparam_checkpoint.save import Subject
+from flatparam_checkpoint.load.prepared_model import (
+    LoadOptions,
+    PreparedAverages,
+    PreparedModel,
+    prepare_averages,
+    prepare_model,
+)
+from flatparam_checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
+from flatparam_checkpoint.save.subject import Subject
 from flatparam_files import CheckpointError, CheckpointReader
-from flatparam_files.checkpoint import MANIFEST, CheckpointDirectory, deletion_of, read_manifest, what_it_says
+from flatparam_files.checkpoint import (
+    MANIFEST,
+    CheckpointDirectory,
+    Manifest,
+    deletion_of,
+    read_manifest,
+    what_it_says,
+)
 from flatparam_runtime import ExchangesValues, warn_caller
+from flatparam_state.at_rest import bring_to_rest
 
-__all__ = ["load_checkpoint"]
+__all__ = ["Loaded", "rank_extra_of", "Prepared", "prepare", "load_checkpoint"]
+
+
+@final
+@attrs.frozen(eq=False)
+class Loaded:
+    """Everything that was loaded beside the model and the optimizer."""
+
+    step: int
+    extra: Any
+    """The `extra` that was given to `save`; tensors are on the CPU."""
+    rank_extra: Any
+    """This rank's own, or None if the checkpoint is of a different world size."""
+    world_size: int
+    """The world size of the save."""
+    save_id: str
+    nbytes_read: int
+    """The bytes that this rank has read of the ranks' files: a header for each file, and the blocks that it needs."""
+    missing: tuple[str, ...]
+    """Names in the model that the checkpoint lacks (with `strict=False`)."""
+    unexpected: tuple[str, ...]
+    """Names in the checkpoint that the model lacks (with `strict=False`)."""
+    _path: Path
+
+    def of_rank(self, rank: int) -> Any:
+        """Return the `rank_extra` of any rank of the save; None if it gave none.
+
+        Raises:
+            CheckpointError: if it cannot be read any more, or there was no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise CheckpointError(
+                f"{self._path} is of {self.world_size} ranks: there was no rank {rank}", path=self._path
+            )
+        with CheckpointReader(self._path, read_manifest(self._path)) as reader:
+            return rank_extra_of(reader, reader.manifest, rank)
+
+
+def rank_extra_of(reader: CheckpointReader, manifest: Manifest, rank: int) -> Any:
+    """Return the `rank_extra` that `rank` gave; None if it gave none."""
+    return reader.decode(manifest.values.get("rank_extra", {}).get(str(rank)))
+
+
+# Everything that a load will change on this rank, read and checked before anything is changed
+
+
+@final
+@attrs.frozen(eq=False)
+class Prepared:
+    """Everything that a load will change, ready."""
+
+    model: PreparedModel | None
+    optimizers: list[PreparedOptimizer]
+    averages: list[PreparedAverages]
+    loaded: Loaded
+
+    def install(self) -> None:
+        """Change the optimizers, the model and the averages."""
+        for optimizer in self.optimizers:
+            optimizer.install()
+        if self.model is not None:
+            self.model.install()
+        for averages in self.averages:
+            averages.install()
+
+
+def prepare(
+    reader: CheckpointReader, ranks: ExchangesValues, subject: Subject, options: LoadOptions
+) -> Prepared:
+    """Read and check what this rank needs; nothing is changed.
+
+    Raises:
+        CheckpointError: if something is damaged, or does not fit.
+    """
+    model, prepared_model, prepared_optimizers, prepared_averages = subject.model, None, [], []
+    if model is not None:
+        bring_to_rest(model)
+        prepared_model = prepare_model(reader, model, options)
+        prepared_optimizers = [
+            prepare_optimizer(
+                reader,
+                model,
+                each,
+                at,
+                other_states=options.other_states,
+                new=prepared_model.missing,
+                converted=prepared_model.converted,
+            )
+            for at, each in subject.optimizers.items()
+        ]
+        found = [prepare_averages(reader, each, at, options) for at, each in subject.averages.items()]
+        prepared_averages = [each for each in found if each is not None]
+    manifest = reader.manifest
+    extra = reader.decode(manifest.values.get("extra"))
+    mine = rank_extra_of(reader, manifest, ranks.rank) if manifest.world_size == ranks.size else None
+    loaded = Loaded(
+        manifest.step,
+        extra,
+        mine,
+        manifest.world_size,
+        manifest.save_id,
+        reader.nbytes_read,
+        prepared_model.missing if prepared_model else (),
+        prepared_model.unexpected if prepared_model else (),
+        reader.path,
+    )
+    return Prepared(prepared_model, prepared_optimizers, prepared_averages, loaded)
+
+
+# All ranks together
 
 
 _TRIES: Final = 20
@@ -24,22 +150,16 @@ def load_checkpoint(
     directory: CheckpointDirectory,
     ranks: ExchangesValues,
     subject: Subject,
-    *,
     step: int | None,
-    strict: bool,
-    convert_dtype: bool,
-    other_states: bool,
+    options: LoadOptions,
 ) -> Loaded | None:
-    """See `Checkpointer.load`."""
+    """Load the latest checkpoint, or that of `step`, as `Checkpointer.load` describes it."""
     for tries_left in reversed(range(_TRIES)):
         place = _agree_on_place(directory, ranks, step)
         if place is None:
             return None
 
-        def read(place: tuple[Path, str] = place) -> Prepared:
-            return _read(directory, ranks, place, subject, strict, convert_dtype, other_states)
-
-        attempted = attempt(read, ranks.rank)
+        attempted = attempt(partial(_read, directory, ranks, place, subject, options), ranks.rank)
         # Rank 0 has chosen it; a different rank may not see the directory at all.
         is_there = (place[0] / MANIFEST).exists()
         told = ranks.exchange((attempted.failure, is_there), label="load a checkpoint")
@@ -62,9 +182,7 @@ def _read(
     ranks: ExchangesValues,
     place: tuple[Path, str],
     subject: Subject,
-    strict: bool,
-    convert_dtype: bool,
-    other_states: bool,
+    options: LoadOptions,
 ) -> Prepared:
     """Read and check what this rank needs.
 
@@ -80,7 +198,7 @@ def _read(
     for rank, file in enumerate(manifest.files):
         _check_presence(directory, path / file.name, file.nbytes, rank)
     with CheckpointReader(path, manifest) as reader:
-        return prepare(reader, ranks, subject, strict, convert_dtype, other_states)
+        return prepare(reader, ranks, subject, options)
 
 
 def _agree_on_place(

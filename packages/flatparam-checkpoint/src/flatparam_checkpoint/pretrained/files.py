@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias, final
 
 import attrs
+from torch import nn
 from typing_extensions import Self
 
 from flatparam_checkpoint.pretrained.unread import UnreadTensor
@@ -17,8 +18,9 @@ from flatparam_files import CheckpointError, TensorInfo, join_path, open_source,
 from flatparam_files.disk import bytes_view, renamed
 from flatparam_files.formats import Stored, StoredSource, StridedTensor
 from flatparam_runtime import Span
+from flatparam_state.model_tensors import ModelTensor, model_tensors
 
-__all__ = ["Names", "PretrainedFiles"]
+__all__ = ["Names", "PretrainedFiles", "Fit", "fit"]
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the files to its name in the model; None, or an absent key of a mapping, keeps the name."""
@@ -143,3 +145,47 @@ def _unchecked(stored: Stored) -> Stored:
     if isinstance(stored, StridedTensor) and stored.storage.crc:
         return attrs.evolve(stored, storage=attrs.evolve(stored.storage, crc=0))
     return stored
+
+
+# How they fit a model: names, shapes and dtypes, before anything is read
+
+
+@final
+@attrs.frozen
+class Fit:
+    """How the files of a model fit it, by the names of the model."""
+
+    missing: tuple[str, ...]
+    """Names that the model has and the files lack, under each of its names if it is tied."""
+    unexpected: tuple[str, ...]
+    """Names that the files have and the model lacks."""
+    mismatched: tuple[str, ...]
+    """For each tensor that cannot be read into the model, what was expected and what was found."""
+    tied: Mapping[str, str]
+    """The names of tied parameters that the files lack, and the name under which they have them."""
+
+
+def fit(model: nn.Module, files: PretrainedFiles) -> Fit:
+    """Compare the parameters and persistent buffers of `model`, sharded or not, on any device, with `files`."""
+    missing, mismatched, used, tied = [], [], set(), {}
+    for tensor in model_tensors(model):
+        found = files.found(tensor.names)
+        used.update(found)
+        if not found:
+            missing.append(tensor.name)
+            continue
+        tied.update({name: found[0] for name in tensor.names if name not in found})
+        for name in found:
+            problem = _problem(name, tensor, files.info(name))
+            if problem:
+                mismatched.append(problem)
+    unexpected = [name for name in files.paths if name not in used]
+    return Fit(tuple(missing), tuple(unexpected), tuple(mismatched), tied)
+
+
+def _problem(name: str, wanted: ModelTensor, found: TensorInfo) -> str:
+    if wanted.shape != found.shape:
+        return f"{name!r}: expected shape {wanted.shape}, found {found.shape}"
+    if found.dtype != wanted.dtype and not (found.dtype.is_floating_point and wanted.dtype.is_floating_point):
+        return f"{name!r}: expected {wanted.dtype}, found {found.dtype}, which is not cast to it"
+    return ""

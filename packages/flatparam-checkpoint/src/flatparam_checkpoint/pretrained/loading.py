@@ -11,15 +11,16 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, final, overload
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, final, overload
 
 import attrs
 import torch
 from torch import nn
 
+from flatparam_checkpoint.agreement import raise_told, some_of
 from flatparam_checkpoint.pretrained.by_transformers import as_transformers_loads
-from flatparam_checkpoint.pretrained.files import Names, PretrainedFiles
-from flatparam_checkpoint.pretrained.fit import Fit, fit
+from flatparam_checkpoint.pretrained.files import Fit, Names, PretrainedFiles, fit
 from flatparam_checkpoint.pretrained.making import (
     cast_parameters,
     hollow,
@@ -36,6 +37,8 @@ __all__ = ["PretrainedReport", "load_pretrained"]
 
 _SHOWN = 10
 _WRAPPER: Final = "flatparam"
+
+T = TypeVar("T")
 
 
 @final
@@ -202,26 +205,25 @@ def _check_unsharded(model: nn.Module, dtype: torch.dtype | None, arguments: dic
         )
 
 
+def _tried(action: Callable[[], T]) -> tuple[T | None, Exception | None, str]:
+    """Return what `action()` returns; or its exception, and the words for that which other ranks are told."""
+    try:
+        return action(), None, ""
+    except Exception as error:
+        return None, error, CheckpointError.told(error)
+
+
 def _made_by_all(make: Callable[[], nn.Module], topology: Topology) -> nn.Module:
     """Return the result of `make()`, if it returns on all ranks: there is no other news of a rank that raises so early.
 
     Raises:
         CheckpointError: if it has raised on another rank only; here, its own exception goes on.
     """
-    made, cause = None, None
-    try:
-        made = make()
-    except Exception as error:
-        cause = error
-    said = "" if cause is None else CheckpointError.told(cause)
+    made, cause, said = _tried(make)
     told = topology.exchange(said, label="make the model")
     if cause is not None:
         raise cause
-    for rank, text in enumerate(told):
-        if text:
-            raise CheckpointError(
-                f"rank {rank}: {text}", rank=rank, hint="the model was not made there; nothing was read"
-            )
+    raise_told(told, None, hint="the model was not made there; nothing was read")
     assert made is not None, "nobody has failed"
     return made
 
@@ -257,37 +259,39 @@ def _compared(
     Raises:
         CheckpointError: on every rank, naming the first that has failed, and what does not fit.
     """
-    said, cause, result = "", None, None
     shapes = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
-    facts, own, stamp = 0, zlib.crc32(repr(shapes if not units_in(model) else None).encode()), None
-    try:
+    own = zlib.crc32(repr(shapes if not units_in(model) else None).encode())
+
+    def compare() -> tuple[PretrainedFiles, Fit, str, int, object]:
         files = PretrainedFiles.open(path, mapping)
         found = fit(model, files)
         if mapping is None and found.missing and found.unexpected:
             inner = [module for name, module in model.named_modules() if not clean_fqn(name)][-1]
             files = as_transformers_loads(inner, files, found.missing, found.unexpected)
             found = fit(model, files)
-        said = _refusal(model, files, found, strict, initialise)
         facts = zlib.crc32(repr([(name, files.info(name)) for name in files.paths]).encode())
-        stamp = files.stamp
-        result = files, found
-    # `mapping` is somebody else's function.
-    except Exception as error:
-        said, cause = CheckpointError.told(error), error
-    told = topology.exchange((said, facts, own, asked, stamp), label="compare files")
-    for rank, (text, theirs, shape, wants, _) in enumerate(told):
-        if not text and wants != told[0][3]:
-            text = f"the ranks ask for different things: {_differing(wants, told[0][3])}"
+        return files, found, _refusal(model, files, found, strict, initialise), facts, files.stamp
+
+    # `mapping` is somebody else's function, which may raise anything.
+    result, cause, said = _tried(compare)
+    facts, stamp = None, None
+    if result is not None:
+        _, _, said, facts, stamp = result
+    told = topology.exchange((said, facts, stamp, own, asked), label="compare files")
+    texts = []
+    for text, theirs, _, shape, wants in told:
+        if not text and wants != told[0][4]:
+            text = f"the ranks ask for different things: {_differing(wants, told[0][4])}"
         if not text and theirs != told[0][1]:
             text = f"{os.fspath(path)} has other names, shapes or dtypes of tensors than on rank 0"
-        if not text and shape != told[0][2]:
+        if not text and shape != told[0][3]:
             text = "its model has other parameters than on rank 0"
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(path)) from cause
+        texts.append(text)
+    raise_told(texts, cause, path=Path(path))
     assert result is not None, "nobody has failed"
-    if any(each is None or each != told[0][4] for *_, each in told):
+    if any(each is None or each != told[0][2] for _, _, each, *_ in told):
         _compare_samples(result[0], topology)
-    return result
+    return result[0], result[1]
 
 
 def _differing(wants: dict[str, Any], first: dict[str, Any]) -> str:
@@ -303,21 +307,14 @@ def _compare_samples(files: PretrainedFiles, topology: Topology) -> None:
     Raises:
         CheckpointError: on every rank, naming the first that has others, or could not read.
     """
-    found, cause = "", None
-    try:
-        found = files.samples()
-    except Exception as error:
-        cause = error
-    said = "" if cause is None else CheckpointError.told(cause)
+    found, cause, said = _tried(files.samples)
     told = topology.exchange((said, found), label="compare values in files")
-    for rank, (text, theirs) in enumerate(told):
-        if not text and theirs != told[0][1]:
-            text = (
-                f"{files.path} has other values than on rank 0, and the model would be a mixture; give all ranks the "
-                "same files"
-            )
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}", rank=rank, path=str(files.path)) from cause
+    other = (
+        f"{files.path} has other values than on rank 0, and the model would be a mixture; give all ranks the same "
+        "files"
+    )
+    texts = [text or ("" if theirs == told[0][1] else other) for text, theirs in told]
+    raise_told(texts, cause, path=files.path)
 
 
 def _refusal(
@@ -329,31 +326,28 @@ def _refusal(
 ) -> str:
     problems = list(found.mismatched[:_SHOWN])
     if strict and found.missing:
-        problems.append(f"the files lack {_some(found.missing)}")
+        problems.append(f"the files lack {some_of(found.missing)}")
     if strict and found.unexpected:
-        problems.append(f"the model lacks {_some(found.unexpected)}")
+        problems.append(f"the model lacks {some_of(found.unexpected)}")
     if len(found.unexpected) == len(files.paths):
-        problems.append(f"no name is the model's: {_some(found.unexpected)}; pass mapping=")
+        problems.append(f"no name is the model's: {some_of(found.unexpected)}; pass mapping=")
     lost = [] if problems or initialise is not None else unknown_parameters(model, found.missing)
     if lost:
-        others = f" (they have {_some(found.unexpected)}, which the model lacks)" if found.unexpected else ""
+        others = (
+            f" (they have {some_of(found.unexpected)}, which the model lacks)" if found.unexpected else ""
+        )
         problems.append(
-            f"the files lack {_some(lost)}{others}, and no module gives values to these; pass mapping= if the files "
+            f"the files lack {some_of(lost)}{others}, and no module gives values to these; pass mapping= if the files "
             "have them under different names, or param_init_fn= to begin them anew. If a library makes them of "
             "others when it loads, save the state_dict() of the model that it has loaded, and load that"
         )
     unknown = [] if problems else unknown_buffers(model, files.paths)
     if unknown:
         problems.append(
-            f"the buffers {_some(unknown)} are on the meta device, and nothing gives them values; pass the function "
+            f"the buffers {some_of(unknown)} are on the meta device, and nothing gives them values; pass the function "
             "that makes the model, not a model, so that they are computed"
         )
     return f"{files.path} does not fit the {type(model).__name__}: {'; '.join(problems)}" if problems else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
 def _wrapper() -> Any:
@@ -423,10 +417,11 @@ def _bar(asked: bool | None, files: PretrainedFiles, topology: Topology) -> Iter
 def _warn(files: PretrainedFiles, found: Fit) -> None:
     if found.missing:
         warnings.warn(
-            f"{files.path} lacks {_some(found.missing)}: they have initial values, so train them before you use them",
+            f"{files.path} lacks {some_of(found.missing)}: they have initial values, so train them before you use them",
             stacklevel=3,
         )
     if found.unexpected:
         warnings.warn(
-            f"{files.path} has {_some(found.unexpected)}, which the model lacks: not read", stacklevel=3
+            f"{files.path} has {some_of(found.unexpected)}, which the model lacks: not read",
+            stacklevel=3,
         )

@@ -53,7 +53,7 @@ def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
     """Return the buffers of `model` that have no values, and get none: neither from files nor from their modules."""
     return [
         name
-        for name, module, attribute in _buffers_on_meta(model)
+        for name, module, attribute, _ in _buffers_on_meta(model)
         if not _is_known(module, attribute, name, known)
         and not callable(getattr(module, "reset_parameters", None))
     ]
@@ -81,9 +81,9 @@ def materialise(model: nn.Module, device: torch.device, known: Collection[str] |
     Args:
         known: only to persistent buffers of these names; by default to all parameters and buffers.
     """
-    for name, module, attribute in list(_buffers_on_meta(model)):
+    for name, module, attribute, buffer in list(_buffers_on_meta(model)):
         if known is None or _is_known(module, attribute, name, known):
-            module._buffers[attribute] = torch.empty_like(_buffer(module, attribute), device=device)
+            module._buffers[attribute] = torch.empty_like(buffer, device=device)
     if known is not None:
         return
     made: dict[int, nn.Parameter] = {}
@@ -97,14 +97,8 @@ def _is_known(module: nn.Module, attribute: str, name: str, known: Collection[st
     return name in known and attribute not in module._non_persistent_buffers_set
 
 
-def _buffers_on_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _buffers_on_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                yield f"{path}.{attribute}" if path else attribute, module, attribute
-
-
-def _buffer(module: nn.Module, attribute: str) -> Tensor:
-    buffer = module._buffers[attribute]
-    assert buffer is not None, "it was there just now"
-    return buffer
+                yield f"{path}.{attribute}" if path else attribute, module, attribute, buffer

@@ -9,8 +9,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_checkpoint.agreement import raise_told
 from flatparam_checkpoint.pretrained.files import PretrainedFiles
 from flatparam_files import CheckpointError
+from flatparam_files.disk import filled
 from flatparam_files.formats import StridedTensor
 from flatparam_runtime import Collectives, Span, Topology
 from flatparam_state.at_rest import bring_to_rest
@@ -126,10 +128,7 @@ class _RankReading:
             for nbytes in stored.read_into(span, target):
                 self._count(nbytes)
             return
-        at = 0
-        for chunk in self._chunks(name, span, None if is_row_major else tensor.stride):
-            target[at : at + chunk.numel()].copy_(chunk)
-            at += chunk.numel()
+        filled(target, self._chunks(name, span, None if is_row_major else tensor.stride))
 
     def _chunks(self, name: str, span: Span, stride: tuple[int, ...] | None) -> Iterator[Tensor]:
         """The elements `span` in the memory order of `stride`; if that is not row-major, the tensor is read whole."""
@@ -160,11 +159,5 @@ class _RankReading:
         told = self.topology.exchange(said, label="load pretrained")
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
-        for rank, text in enumerate(told):
-            if text:
-                raise CheckpointError(
-                    f"rank {rank}: {text}",
-                    rank=rank,
-                    path=self.files.path,
-                    hint="the values of the model are not usable now",
-                ) from self.error
+        hint = "the values of the model are not usable now"
+        raise_told(told, self.error, path=self.files.path, hint=hint)

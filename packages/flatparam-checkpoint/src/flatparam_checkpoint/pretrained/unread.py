@@ -67,7 +67,7 @@ class _JoinedTensor(Stored):
     boxes: tuple[tuple[Box, Stored], ...]
 
     def read(self, span: Span) -> Iterator[Tensor]:
-        """See `Stored.read`."""
+        """Read the elements `span` from the tensors that they lie in."""
         return read_boxes(self.info, span, self._read_box)
 
     def _read_box(self, wanted: Box, out: Tensor) -> None:
@@ -81,7 +81,7 @@ class _JoinedTensor(Stored):
                 common.relative_to(wanted.offsets).of(out).copy_(found.view(common.sizes))
 
     def storages(self) -> Iterator[Storage]:
-        """See `Stored.storages`."""
+        """Yield the parts of files of all its tensors."""
         return (storage for _, stored in self.boxes for storage in stored.storages())
 
 

@@ -33,7 +33,7 @@ class ShardedParameter(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a `DTensor` over that of the plain parameter."""
+        """Return the gradient, a `DTensor` over that of the plain parameter."""
         local, shown = self.original.grad, self._shown_grad
         if local is None:
             return None
@@ -71,7 +71,7 @@ class ShardedParameter(DTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter is trained."""
+        """Return whether the parameter is trained."""
         return self.original.requires_grad
 
     @requires_grad.setter
@@ -173,5 +173,5 @@ class DTensorFaces:
         return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
-        """A copy of a model is sharded over the same ranks."""
+        """Return itself: a copy of a model is sharded over the same ranks."""
         return self

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flatparam
 from flatparam.in_place.module import class_for
 from flatparam_clients.second_door.faces import DTensorFaces
+from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
 from flatparam_clients.second_door.presented import PresentedModule
-from flatparam_clients.second_door.stepping import have_optimizers_step_parts
 from flatparam_comm import ProcessGroupCollectives
 from flatparam_core import CHUNK, LayoutRule
 from flatparam_runtime import unit_of

@@ -276,7 +276,7 @@ class FlatLayout:
 
     @cached_property
     def is_chunked(self) -> bool:
-        """Whether each rank has a chunk of every parameter, so that its shard is no interval of the flat parameter.
+        """Return whether each rank has a chunk of every parameter, so that its shard is no interval of the whole.
 
         Parameter `i` then begins at `world_size * o` in the flat parameter, and its chunk at `o` in every shard. What
         ranks exchange has their shards end to end: `joined` makes it, and `spread` takes it apart.
@@ -285,7 +285,7 @@ class FlatLayout:
 
     @cached_property
     def is_apart(self) -> bool:
-        """Whether the flat parameter is anything but equal parts, one of each rank, end to end."""
+        """Return whether the flat parameter is anything but equal parts, one of each rank, end to end."""
         return bool(self.uneven_numels) or self.is_chunked
 
     @cached_property
@@ -300,7 +300,7 @@ class FlatLayout:
 
     @cached_property
     def _templates(self) -> list[torch.Tensor]:
-        """A tensor of the shape of each block, without memory of its own."""
+        """Make a tensor of the shape of each block, without memory of its own."""
         one = torch.empty((), device="cpu")
         return [one.expand(self.world_size, width) for width in self.columns]
 
@@ -413,7 +413,7 @@ class FlatLayout:
 
 
 def _end_to_end(specs: Sequence[ParamSpec], step: int) -> tuple[Slot, ...]:
-    """The slots of `specs` in their order, each at the first multiple of `step` elements behind the one before."""
+    """Return the slots of `specs` in order, each at the first multiple of `step` elements behind the one before."""
     slots: list[Slot] = []
     for spec in specs:
         start = -(-_end(slots) // step) * step
@@ -422,7 +422,7 @@ def _end_to_end(specs: Sequence[ParamSpec], step: int) -> tuple[Slot, ...]:
 
 
 def _chunk(spec: ParamSpec, world_size: int) -> int:
-    """The elements of the longest chunk of a parameter, which is the first."""
+    """Return the elements of the longest chunk of a parameter, which is the first."""
     rows = spec.numel // spec.grain
     return -(-rows // world_size) * spec.grain
 

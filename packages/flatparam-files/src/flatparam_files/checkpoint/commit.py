@@ -17,59 +17,29 @@ import torch
 
 from flatparam_core import warn_caller
 from flatparam_files import __version__
-from flatparam_files.checkpoint.contribution import Contribution, RankReport, Ticket, report_path
 from flatparam_files.checkpoint.directory import CheckpointDirectory
 from flatparam_files.checkpoint.lock import DirectoryLock
-from flatparam_files.checkpoint.manifest.records import FilePiece, RankValue, TensorRecord, rank_file
-from flatparam_files.checkpoint.manifest.sealed import write_sealed
-from flatparam_files.checkpoint.manifest.values import decode, graft
-from flatparam_files.checkpoint.manifest.whole import MANIFEST, Manifest
-from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_files.checkpoint.rank_file import header_metadata, write_rank_file
-from flatparam_files.checkpoint.soundness import damage_of
-from flatparam_files.disk import (
-    CheckpointError,
-    Staging,
-    TensorInfo,
-    UnreadableError,
-    bytes_view,
-    make_directory,
-    split_path,
-    sync_directory,
+from flatparam_files.checkpoint.manifest import (
+    MANIFEST,
+    FilePiece,
+    Manifest,
+    RankValue,
+    TensorRecord,
 )
+from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
+from flatparam_files.checkpoint.rank_part import (
+    RankReport,
+    Ticket,
+    report_path,
+)
+from flatparam_files.checkpoint.sealed import write_sealed
+from flatparam_files.checkpoint.soundness import damage_of
+from flatparam_files.checkpoint.values import decode, graft
+from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+from flatparam_files.disk.source import TensorInfo, split_path
+from flatparam_files.disk.system import bytes_view, make_directory, sync_directory
 
-__all__ = ["Committer", "write_part"]
-
-
-def write_part(
-    ticket: Ticket,
-    rank: int,
-    world_size: int,
-    contribution: Contribution,
-    *,
-    staging: Staging,
-    on_moment: OnMoment = nothing,
-) -> None:
-    """Write what `rank` contributes to its file in the temporary directory, and then its report."""
-    make_directory(ticket.temporary)
-    file, tensors = write_rank_file(
-        ticket.temporary / rank_file(rank),
-        rank,
-        contribution.pieces,
-        header_metadata(ticket.save_id, rank, world_size),
-        staging=staging,
-        on_moment=on_moment,
-    )
-    report = RankReport(
-        ticket.save_id,
-        rank,
-        file,
-        tensors,
-        contribution.rank_values,
-        contribution.aliases,
-        contribution.values,
-    )
-    report.write(ticket.temporary, on_moment)
+__all__ = ["Committer"]
 
 
 @final
@@ -165,7 +135,7 @@ class Committer:
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
         reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
-        manifest = _merge(ticket, reports, __version__)
+        manifest = _merge(ticket, reports)
         write_sealed(temporary / MANIFEST, manifest.to_json())
         moment(Moment.MANIFEST_WRITTEN)
         for rank in range(world_size):
@@ -223,7 +193,7 @@ class Committer:
 # The manifest that comes of the reports of all ranks
 
 
-def _merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manifest:
+def _merge(ticket: Ticket, reports: Sequence[RankReport]) -> Manifest:
     """Return the manifest of all ranks' files.
 
     Raises:
@@ -257,7 +227,7 @@ def _merge(ticket: Ticket, reports: Sequence[RankReport], version: str) -> Manif
         per_rank,
         {alias: path for report in reports for alias, path in report.aliases.items()},
         values,
-        {"flatparam_files": version, "torch": torch.__version__, "python": platform.python_version()},
+        {"flatparam_files": __version__, "torch": torch.__version__, "python": platform.python_version()},
         ticket.number,
     )
 
@@ -309,13 +279,12 @@ def _merged_tensors(parts: Iterable[tuple[str, TensorRecord]]) -> dict[str, Tens
         if empty != known:
             raise ValueError(f"{path!r} is {part.info} on one rank and {known.info} on another")
         pieces.setdefault(path, []).extend(part.pieces)
-    return {path: _whole(path, record, pieces[path]) for path, record in records.items()}
-
-
-def _whole(path: str, record: TensorRecord, pieces: list[FilePiece]) -> TensorRecord:
-    try:
-        return attrs.evolve(record, pieces=tuple(sorted(pieces, key=lambda piece: piece.span)))
-    except ValueError as error:
-        raise ValueError(
-            f"{path!r}: {error}; ranks that do not share one model need a directory of their own each"
-        ) from error
+    for path, record in records.items():
+        try:
+            found = tuple(sorted(pieces[path], key=lambda piece: piece.span))
+            records[path] = attrs.evolve(record, pieces=found)
+        except ValueError as error:
+            raise ValueError(
+                f"{path!r}: {error}; ranks that do not share one model need a directory of their own each"
+            ) from error
+    return records

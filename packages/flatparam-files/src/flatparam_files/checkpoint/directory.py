@@ -13,18 +13,11 @@ from typing import Final, final
 
 import attrs
 
-from flatparam_files.checkpoint.manifest.sealed import read_sealed, write_sealed
-from flatparam_files.checkpoint.manifest.whole import MANIFEST, Manifest
+from flatparam_files.checkpoint.manifest import MANIFEST, Manifest
 from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_files.disk import (
-    ByteFile,
-    CheckpointError,
-    UnreadableError,
-    make_directory,
-    replace_durably,
-    sync_directory,
-    unreadable,
-)
+from flatparam_files.checkpoint.sealed import read_sealed, write_sealed
+from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+from flatparam_files.disk.system import ByteFile, make_directory, sync_directory, unreadable
 
 __all__ = ["CheckpointDirectory", "Chosen", "read_manifest"]
 
@@ -89,11 +82,7 @@ class CheckpointDirectory:
         return self.root / f"step-{step:08d}.tmp-{save_id}"
 
     def make(self) -> None:
-        """Make the directory if it is not there.
-
-        Raises:
-            CheckpointError: if something else is there.
-        """
+        """Make the directory if it is not there; a CheckpointError if something else is there."""
         try:
             make_directory(self.root, is_private=self.is_private)
         except (FileExistsError, NotADirectoryError) as error:
@@ -149,7 +138,8 @@ class CheckpointDirectory:
         new.unlink(missing_ok=True)
         write_sealed(new, {"name": self.path_of(step).name, "save_id": save_id})
         on_moment(Moment.LATEST_WRITTEN)
-        replace_durably(new, self.root / _LATEST)
+        new.replace(self.root / _LATEST)
+        sync_directory(self.root)
         on_moment(Moment.LATEST_REPLACED)
 
     def choose(self, step: int | None = None) -> Chosen | None:
@@ -210,10 +200,9 @@ class CheckpointDirectory:
             with contextlib.suppress(CheckpointError):
                 yield Chosen(self.path_of(step), read_manifest(self.path_of(step)))
 
-    def _age(self, chosen: Chosen) -> tuple[int, int, int]:
+    def _age(self, number: int, step: int) -> tuple[int, int, int]:
         """Is larger for the newer of two checkpoints; time only decides between saves of the first versions."""
-        manifest = chosen.manifest
-        return manifest.number, self._time_of(manifest.step) if not manifest.number else 0, manifest.step
+        return number, 0 if number else self._time_of(step), step
 
     def numbers(self) -> dict[int, int]:
         """By step, the number of each save whose manifest is sound."""
@@ -247,7 +236,9 @@ class CheckpointDirectory:
 
     def _newest_sound(self, why: str) -> Chosen | None:
         steps = self.steps()
-        for chosen in sorted(self._sound(), key=self._age)[-1:]:
+        for chosen in sorted(
+            self._sound(), key=lambda each: self._age(each.manifest.number, each.manifest.step)
+        )[-1:]:
             # The writer of the first checkpoint died before there was a `latest`.
             first = not why and chosen.manifest.follows is None
             lost = why or f"{self.root / _LATEST} is missing"
@@ -296,7 +287,7 @@ class CheckpointDirectory:
         for step in self.steps():
             known = numbers.get(step, known)
             if step != spare:
-                age[step] = known, self._time_of(step) if not known else 0, step
+                age[step] = self._age(known, step)
         oldest_first = sorted(age, key=age.__getitem__)
         failed: OSError | None = None
         for step in oldest_first[: max(0, len(oldest_first) - (keep - 1))]:

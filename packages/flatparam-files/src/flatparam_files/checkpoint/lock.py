@@ -11,7 +11,9 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_files.disk import CheckpointError, open_regular, parse_json
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.limits import parse_json
+from flatparam_files.disk.system import open_regular
 
 try:
     import fcntl

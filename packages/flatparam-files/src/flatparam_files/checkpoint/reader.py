@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import xxhash
@@ -16,20 +16,20 @@ from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_files.checkpoint.manifest.records import BLOCK_NBYTES, FilePiece, FileRecord, TensorRecord
-from flatparam_files.checkpoint.manifest.values import OMIT, decode
-from flatparam_files.checkpoint.manifest.whole import MANIFEST, OF_RANKS, Manifest
-from flatparam_files.disk import (
-    CHUNK_NBYTES,
-    OPEN_FILES,
-    AnyPath,
-    ByteFile,
-    CheckpointError,
-    TensorInfo,
-    chunk_spans,
-    read_header,
-    tensor_of,
+from flatparam_files.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    MANIFEST,
+    OF_RANKS,
+    FilePiece,
+    FileRecord,
+    Manifest,
+    TensorRecord,
 )
+from flatparam_files.checkpoint.values import OMIT, decode
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.safetensors import read_header
+from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo, chunk_spans, filled, read_boxes
+from flatparam_files.disk.system import OPEN_FILES, AnyPath, ByteFile, tensor_of
 
 __all__ = [
     "CheckpointReader",
@@ -39,6 +39,9 @@ __all__ = [
     "open_checkpoint",
     "what_it_says",
 ]
+
+
+_HINT: Final = "use a different checkpoint, or restore the file from a copy"
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -166,15 +169,17 @@ class CheckpointReader:
         return self._nbytes_read_of_closed + sum(file.nbytes_read for file in self._open.values())
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
-        """The elements `span`, verified. Memory: a chunk; what is not stored in row-major order takes itself, twice."""
+        """Return the elements `span`, verified. Memory: a chunk, and itself if it is not stored in row-major order."""
         record = self.record(path)
         if record.stride is None:
             yield from self.read_stored(path, span)
             return
-        stored = torch.cat(list(self.read_stored(path, Span(0, record.info.numel))))
-        flat = stored.as_strided(record.info.shape, record.stride).reshape(-1)
-        for part in chunk_spans(span, record.info.dtype.itemsize):
-            yield flat[part.as_slice()]
+        info = record.info
+        held = torch.empty(info.numel, dtype=info.dtype, device="cpu")
+        whole = filled(held, self.read_stored(path, Span(0, info.numel))).as_strided(
+            info.shape, record.stride
+        )
+        yield from read_boxes(info, span, lambda box, out: out.copy_(box.of(whole)))
 
     def read_stored(self, path: str, span: Span) -> Iterator[Tensor]:
         """Like `read`, with elements counted in the memory order in which the tensor is stored."""
@@ -208,11 +213,7 @@ class CheckpointReader:
             # This checks that the bytes are there, before anything is allocated.
             self.file(piece.file)
         result = torch.empty(info.numel, dtype=info.dtype, device="cpu")
-        done = 0
-        for chunk in self.read(path, Span(0, info.numel)):
-            result[done : done + chunk.numel()] = chunk
-            done += chunk.numel()
-        return result.reshape(info.shape)
+        return filled(result, self.read(path, Span(0, info.numel))).reshape(info.shape)
 
     def decode(self, tree: Any, *, tensors: bool = True) -> Any:
         """Return the value of an encoded tree, with its tensors (on the CPU), or without.
@@ -256,7 +257,7 @@ class CheckpointReader:
                     path=file,
                     fqn=path,
                     rank=piece.file,
-                    hint="use a different checkpoint, or restore the file from a copy",
+                    hint=_HINT,
                 )
 
     def file(self, number: int) -> ByteFile:
@@ -290,20 +291,13 @@ class CheckpointReader:
 def _check_file(file: ByteFile, record: FileRecord, manifest: Manifest, rank: int) -> None:
     expected = f"the file that rank {rank} of {manifest.world_size} wrote in save {manifest.save_id}"
     if file.nbytes != record.nbytes:
-        raise CheckpointError(
-            f"{file.path}: expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
-            f"{what_it_says(file.path)}",
-            path=file.path,
-            rank=rank,
-            hint="use a different checkpoint, or restore the file from a copy",
-        )
-    if xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
-        raise CheckpointError(
-            f"{file.path}: its header is not that of {expected}{what_it_says(file.path)}",
-            path=file.path,
-            rank=rank,
-            hint="use a different checkpoint, or restore the file from a copy",
-        )
+        problem = f"expected {record.nbytes:,} bytes, found {file.nbytes:,}: not {expected}"
+    elif xxhash.xxh3_128_hexdigest(file.read(0, record.header_nbytes)) != record.header_hash:
+        problem = f"its header is not that of {expected}"
+    else:
+        return
+    problem += what_it_says(file.path)
+    raise CheckpointError(f"{file.path}: {problem}", path=file.path, rank=rank, hint=_HINT)
 
 
 def what_it_says(path: Path) -> str:

@@ -11,9 +11,10 @@ from typing import Final, TypeAlias, final
 import attrs
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.manifest.whole import MANIFEST
+from flatparam_files.checkpoint.manifest import MANIFEST
 from flatparam_files.checkpoint.reader import CheckpointReader, find_checkpoint
-from flatparam_files.disk import AnyPath, CheckpointError, UnreadableError, unreadable
+from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+from flatparam_files.disk.system import AnyPath, unreadable
 
 __all__ = [
     "Verification",
@@ -104,29 +105,26 @@ def checks_of_directory(reader: CheckpointReader) -> Iterator[Check]:
 
     If the checkpoint is only the newest sound one of its run, that is a problem, too.
     """
-    if reader.instead_of:
-        yield functools.partial(_refuse, reader)
     sound: set[int] = set()
+
+    def refuse() -> Iterable[BytesRead]:
+        raise CheckpointError(reader.instead_of, path=reader.path)
+
+    def check_header(number: int) -> Iterable[BytesRead]:
+        reader.file(number)
+        sound.add(number)
+        return ()
+
+    def check_blocks(path: str, span: Span) -> Iterable[BytesRead]:
+        return (BytesRead(chunk.nbytes) for chunk in reader.read_stored(path, span))
+
+    if reader.instead_of:
+        yield refuse
     for number in range(reader.manifest.world_size):
-        yield functools.partial(_check_header, reader, number, sound)
+        yield functools.partial(check_header, number)
     for path, record in reader.manifest.tensors.items():
         if sound.issuperset(piece.file for piece in record.pieces):
-            yield functools.partial(_check_blocks, reader, path, Span(0, record.info.numel))
-
-
-def _refuse(reader: CheckpointReader) -> Iterator[BytesRead]:
-    raise CheckpointError(reader.instead_of, path=reader.path)
-
-
-def _check_header(reader: CheckpointReader, number: int, sound: set[int]) -> Iterator[BytesRead]:
-    reader.file(number)
-    sound.add(number)
-    yield from ()
-
-
-def _check_blocks(reader: CheckpointReader, path: str, span: Span) -> Iterator[BytesRead]:
-    for chunk in reader.read_stored(path, span):
-        yield BytesRead(chunk.nbytes)
+            yield functools.partial(check_blocks, path, Span(0, record.info.numel))
 
 
 # The loop, whatever the format

@@ -13,25 +13,17 @@ from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.commit import Committer
-from flatparam_files.checkpoint.contribution import RankReport, Ticket
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest.fields import check_step, dtype_name
-from flatparam_files.checkpoint.manifest.records import TensorRecord, rank_file
-from flatparam_files.checkpoint.manifest.values import encode, graft, reference
-from flatparam_files.checkpoint.manifest.whole import EXTRA_STATE
-from flatparam_files.checkpoint.rank_file import RankFileWriter, header_metadata
-from flatparam_files.disk import (
-    CHUNK_NBYTES,
-    OPEN_FILES,
-    AnyPath,
-    CheckpointError,
-    Staging,
-    TensorInfo,
-    free_nbytes,
-    split_path,
-)
+from flatparam_files.checkpoint.fields import check_step, dtype_name
+from flatparam_files.checkpoint.manifest import EXTRA_STATE, TensorRecord
+from flatparam_files.checkpoint.rank_part import RankFileWriter, RankReport, Ticket
+from flatparam_files.checkpoint.values import encode, graft, reference
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.safetensors import Staging
+from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo, split_path
+from flatparam_files.disk.system import OPEN_FILES, AnyPath, free_nbytes
 
-__all__ = ["CheckpointWriter"]
+__all__ = ["CheckpointWriter", "share_of"]
 
 
 @final
@@ -100,15 +92,15 @@ class CheckpointWriter:
         share = max(2**16, CHUNK_NBYTES // self._world_size)
         for rank in range(self._world_size):
             pieces = [
-                (path, TensorRecord(info), _share(info.numel, rank, self._world_size))
+                (path, TensorRecord(info), share_of(info.numel, rank, self._world_size))
                 for path, info in self._tensors.items()
             ]
             self._writers.append(
                 RankFileWriter(
-                    ticket.temporary / rank_file(rank),
+                    ticket,
                     rank,
+                    self._world_size,
                     pieces,
-                    header_metadata(ticket.save_id, rank, self._world_size),
                     staging=Staging(share),
                     is_reopened=self._world_size > OPEN_FILES.value,
                 )
@@ -138,7 +130,7 @@ class CheckpointWriter:
         numel = self._tensors[path].numel
         elements = _Elements(chunks)
         for rank, writer in enumerate(self._writers):
-            span = _share(numel, rank, self._world_size)
+            span = share_of(numel, rank, self._world_size)
             if span:
                 writer.write(elements.take(span.numel))
         if elements.drain():
@@ -192,8 +184,8 @@ def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dic
     return tree
 
 
-def _share(numel: int, index: int, count: int) -> Span:
-    """Part `index` of `count` equal parts of `[0, numel)`."""
+def share_of(numel: int, index: int, count: int) -> Span:
+    """Return part `index` of `count` equal parts of `[0, numel)`."""
     return Span(numel * index // count, numel * (index + 1) // count)
 
 

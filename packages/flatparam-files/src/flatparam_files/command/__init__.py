@@ -1,12 +1,12 @@
 """The command `flatparam ckpt`, and what other commands of `flatparam` share with it."""
 
-from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, natural, nbytes_of
-from flatparam_files.command.exit_status import main, run
+from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, main, natural, nbytes_of
 from flatparam_files.command.shared import (
     STATUS,
     ArgumentsError,
     Parser,
     add_command,
+    run,
     say,
     scaled,
     shown_nbytes,

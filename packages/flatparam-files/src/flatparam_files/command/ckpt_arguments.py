@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from flatparam_files.command.shared import STATUS, add_command
+from flatparam_files.command.shared import STATUS, Commands, Parser, add_command, run
 
-__all__ = ["EXPORTS", "FORMATS", "add", "DTYPES", "dtype_name", "natural", "nbytes_of"]
+__all__ = ["EXPORTS", "FORMATS", "add", "main", "DTYPES", "dtype_name", "natural", "nbytes_of"]
 
 FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
 """The formats that are read."""
 EXPORTS: Final = ("hf", "torch", "dcp")
 """The formats that are written for other programs."""
+_HERE: Final = "flatparam_files.command"
 PARTS: Final = ("model", "optimizer", "extra")
 _EXAMPLES: Final = """\
 examples:
@@ -34,7 +36,7 @@ and no code in a checkpoint is run.
 """
 
 
-def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(groups: Commands) -> None:
     """Add `ckpt` to the commands of `flatparam`."""
     checkpoints = groups.add_parser(
         "ckpt",
@@ -44,35 +46,28 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
-    _add_inspect(commands)
-    _add_verify(commands)
+    _add_inspect_and_verify(commands)
     _add_diff(commands)
     _add_converting(commands)
 
 
-def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `inspect`."""
+def _add_inspect_and_verify(commands: Commands) -> None:
     text = "show what is in a checkpoint, as a tree with shapes, dtypes and bytes, and who wrote it"
-    added = _command(commands, "inspect", text, "inspecting", "inspect")
+    added = add_command(commands, "inspect", text, f"{_HERE}.inspecting", "inspect")
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
     added.add_argument("--json", action="store_true", help="everything as one JSON object")
     added.add_argument("--depth", type=natural, help="show this many levels of the tree")
     _add_reading(added)
-
-
-def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `verify`."""
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
-    added = _command(commands, "verify", text, "inspecting", "verify")
+    added = add_command(commands, "verify", text, f"{_HERE}.inspecting", "verify")
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
     _add_reading(added, parts=False)
     _add_progress(added)
 
 
-def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `diff`."""
+def _add_diff(commands: Commands) -> None:
     text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
-    added = _command(commands, "diff", text, "comparing", "run")
+    added = add_command(commands, "diff", text, f"{_HERE}.comparing", "run")
     added.add_argument("first", metavar="A", help="a checkpoint")
     added.add_argument("second", metavar="B", help="another")
     added.add_argument(
@@ -89,8 +84,7 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_progress(added)
 
 
-def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `reshard`, `import` and `export`."""
+def _add_converting(commands: Commands) -> None:
     text = (
         "write a checkpoint as a different number of ranks would have written it; loading does not need this"
     )
@@ -98,7 +92,7 @@ def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser
     text = "make a flatparam checkpoint directory from a checkpoint of a different format"
     _add_own(commands, "import", text, needs_world_size=False)
     text = "write a checkpoint in the format of a different program"
-    added = _command(commands, "export", text, "converting", "export")
+    added = add_command(commands, "export", text, f"{_HERE}.converting", "export")
     _add_paths(added, "a new file or directory")
     added.add_argument(
         "--to", choices=EXPORTS, required=True, help="Hugging Face safetensors, torch.save, DCP"
@@ -120,14 +114,8 @@ def _add_converting(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _add_writing(added)
 
 
-def _add_own(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    *,
-    needs_world_size: bool,
-) -> None:
-    added = _command(commands, name, text, "converting", "write_own")
+def _add_own(commands: Commands, name: str, text: str, *, needs_world_size: bool) -> None:
+    added = add_command(commands, name, text, f"{_HERE}.converting", "write_own")
     _add_paths(added, "the directory of a run; made if it is not there")
     added.add_argument(
         "--world-size",
@@ -156,16 +144,6 @@ def _add_writing(added: argparse.ArgumentParser) -> None:
     _add_progress(added)
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    module: str,
-    function: str,
-) -> argparse.ArgumentParser:
-    return add_command(commands, name, text, f"flatparam_files.command.{module}", function)
-
-
 def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bool = True) -> None:
     """Add the options of a command that reads a checkpoint."""
     added.add_argument("--from", dest="format", choices=FORMATS, help="its format; by default it is detected")
@@ -190,6 +168,20 @@ def _add_progress(added: argparse.ArgumentParser) -> None:
     added.add_argument(
         "--no-progress", action="store_true", help="show no progress bar (there is none in a pipe)"
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of this package alone, `python -m flatparam_files ckpt ...`.
+
+    Args:
+        arguments: those after the name of the program; by default those of this process.
+
+    Returns:
+        The exit status, as `run` has it.
+    """
+    parser: argparse.ArgumentParser = Parser(prog="flatparam", description="Tools of the flatparam library.")
+    add(parser.add_subparsers(metavar="COMMAND", required=True))
+    return run(parser.parse_args(arguments))
 
 
 # From the text of an argument to its value

@@ -81,27 +81,25 @@ def _is_bare(value: Any) -> bool:
 
 
 def _elements(first: Source, second: Source, chosen: argparse.Namespace) -> list[str]:
-    common = [path for path, info in first.tensors.items() if _comparable(info, second.tensors.get(path))]
+    common = [
+        path
+        for path, info in first.tensors.items()
+        if path in second.tensors and info.shape == second.tensors[path].shape and info.numel
+    ]
     found = []
     with showing(chosen, "diff", sum(first.tensors[path].nbytes for path in common)) as observe:
         for path in common:
-            difference = _Difference(first.tensors[path], chosen.tolerance)
-            for span in _common_spans(first.tensors[path], second.tensors[path]):
+            info, other_info = first.tensors[path], second.tensors[path]
+            difference = _Difference(info, chosen.tolerance)
+            step = _AT_ONCE_NBYTES // max(info.dtype.itemsize, other_info.dtype.itemsize)
+            for start in range(0, info.numel, step):
+                span = Span(start, min(start + step, info.numel))
                 one, other = (torch.cat(list(source.read(path, span))) for source in (first, second))
-                difference.add(span.start, one, other)
+                difference.add(start, one, other)
                 observe(one.nbytes)
             if difference.count:
                 found.append(f"{path}: {difference}")
     return found
-
-
-def _comparable(info: TensorInfo, other: TensorInfo | None) -> bool:
-    return other is not None and info.shape == other.shape and info.numel > 0
-
-
-def _common_spans(info: TensorInfo, other: TensorInfo) -> Iterator[Span]:
-    step = _AT_ONCE_NBYTES // max(info.dtype.itemsize, other.dtype.itemsize)
-    return (Span(start, min(start + step, info.numel)) for start in range(0, info.numel, step))
 
 
 @final
@@ -125,7 +123,7 @@ class _Difference:
             same = (one == other) | (one.isnan() & other.isnan())
             if first.dtype == second.dtype and not (first.is_floating_point() or first.is_complex()):
                 # float64 does not tell large integers apart.
-                same = _are_same_bits(*parts)
+                same = (_bits(parts[0]) == _bits(parts[1])).view(len(parts[0]), -1).all(dim=1)
             apart = (one - other).abs().nan_to_num(nan=torch.inf)
             differing = ~same & (apart > self.tolerance) if self.tolerance else ~same
             self.count += int(differing.sum())
@@ -147,11 +145,6 @@ class _Difference:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def _are_same_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """For each element whether its bytes are the same."""
-    return (_bits(first) == _bits(second)).view(first.numel(), -1).all(dim=1)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

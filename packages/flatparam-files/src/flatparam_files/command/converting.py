@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from flatparam_files import (
 )
 from flatparam_files.command.inspecting import opened
 from flatparam_files.command.shared import ArgumentsError, say, showing, shown_nbytes
+from flatparam_files.disk import free_nbytes
 
 __all__ = ["export", "write_own"]
 
@@ -100,32 +100,22 @@ def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
 def _converted(source: Source, chosen: argparse.Namespace, write: Callable[..., dict[str, int]]) -> int:
     """Say with `dry_run` what `write(source, destination)` writes, and let it."""
     planned = write(source, chosen.destination, dry_run=True)
-    _check_space(chosen.destination, sum(planned.values()))
+    nbytes, free = sum(planned.values()), free_nbytes(chosen.destination.absolute())
+    if nbytes > free:
+        # What cannot be finished is not begun.
+        raise CheckpointError(
+            f"{chosen.destination} needs {shown_nbytes(nbytes)}, and {shown_nbytes(free)} are free",
+            path=chosen.destination,
+            hint="choose a different place",
+        )
     if not chosen.dry_run:
-        with showing(chosen, chosen.destination.name, sum(planned.values())) as observe:
+        with showing(chosen, chosen.destination.name, nbytes) as observe:
             write(watch(source, observe), chosen.destination)
     if not chosen.quiet:
         verb = "would write" if chosen.dry_run else "wrote"
-        for name, nbytes in planned.items():
-            say(f"{verb} {_shown(chosen.destination, name)}: {shown_nbytes(nbytes)}")
+        for name, nbytes_of_file in planned.items():
+            place = chosen.destination if chosen.destination.name == name else chosen.destination / name
+            say(f"{verb} {place}: {shown_nbytes(nbytes_of_file)}")
         count = "1 file" if len(planned) == 1 else f"{len(planned)} files"
-        say(f"{count}, {shown_nbytes(sum(planned.values()))} of tensors")
+        say(f"{count}, {shown_nbytes(nbytes)} of tensors")
     return 0
-
-
-def _shown(destination: Path, name: str) -> Path:
-    return destination if destination.name == name else destination / name
-
-
-def _check_space(destination: Path, nbytes: int) -> None:
-    """Refuse to begin what cannot be finished."""
-    place = destination.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if nbytes > free:
-        raise CheckpointError(
-            f"{destination} needs {shown_nbytes(nbytes)}, and {shown_nbytes(free)} are free",
-            path=destination,
-            hint="choose a different place",
-        )

@@ -23,7 +23,7 @@ from flatparam_files import (
     split_path,
     verify_source,
 )
-from flatparam_files.command.shared import ArgumentsError, say, showing, shown_nbytes
+from flatparam_files.command.shared import ArgumentsError, say, say_aside, showing, shown_nbytes
 
 __all__ = ["inspect", "opened", "parts_of", "verify"]
 
@@ -48,15 +48,14 @@ def inspect(chosen: argparse.Namespace) -> int:
 
 
 def _as_json(source: Source) -> dict[str, Any]:
-    tensors = {
-        path: {"shape": list(info.shape), "dtype": _dtype(info), "nbytes": info.nbytes}
-        for path, info in source.tensors.items()
-    }
     return {
         "format": source.format,
         "facts": dict(source.facts),
         "nbytes": sum(info.nbytes for info in source.tensors.values()),
-        "tensors": tensors,
+        "tensors": {
+            path: {"shape": list(info.shape), "dtype": _dtype(info), "nbytes": info.nbytes}
+            for path, info in source.tensors.items()
+        },
         "values": _for_json(source.values),
     }
 
@@ -85,18 +84,14 @@ def _tree_of(source: Source) -> _Node:
     root = _Node()
     for path, info in source.tensors.items():
         node = root
-        for name in _names(path):
+        # The parts of its path are the levels at which it is shown, and a parameter's name is cut at its dots.
+        for name in (name for part in split_path(path) for name in part.split(".") if name):
             node = node.below.setdefault(name, _Node())
             node.tensors += 1
             node.nbytes += info.nbytes
         node.leaf = f"{list(info.shape)} {_dtype(info)}, {shown_nbytes(info.nbytes)}"
     _add_values(root, source.values)
     return root
-
-
-def _names(path: str) -> list[str]:
-    """Return the levels at which a tensor is shown: the parts of its path, and a parameter's name cut at its dots."""
-    return [name for part in split_path(path) for name in part.split(".") if name]
 
 
 def _add_values(node: _Node, values: Mapping[str, Any]) -> None:
@@ -150,17 +145,13 @@ def verify(chosen: argparse.Namespace) -> int:
     except (ArgumentsError, UnknownFormatError, UnreadableError):
         raise
     except CheckpointError as error:
-        say(f"flatparam: {error}", sys.stderr)
+        say_aside(error)
         return 1
-    return _verified(source, chosen)
-
-
-def _verified(source: Source, chosen: argparse.Namespace) -> int:
     total = sum(info.nbytes for info in source.tensors.values())
     with showing(chosen, "verify", total) as observe:
         found = verify_source(source, observe)
     for problem in found.problems:
-        say(f"flatparam: {problem}", sys.stderr)
+        say_aside(problem)
     if found.problems:
         return 1 if found.is_damaged else 2
     if not chosen.quiet:
@@ -191,11 +182,7 @@ def opened(chosen: argparse.Namespace) -> Source:
 
 
 def parts_of(source: Source, only: list[str] | None) -> Source:
-    """Return the parts of a source that were asked for.
-
-    Raises:
-        CheckpointError: if it has none of them.
-    """
+    """Return the parts of a source that were asked for; a CheckpointError if it has none of them."""
     if not only:
         return source
     chosen = select(source, only)

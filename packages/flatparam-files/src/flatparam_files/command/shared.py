@@ -1,18 +1,36 @@
-"""What the commands of `flatparam` have in common, those of other packages too. Nothing here imports torch."""
+"""What the commands of `flatparam` have in common, those of other packages too. Nothing here imports torch at first."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn, TextIO
+from types import FrameType
+from typing import Final, NoReturn, TextIO, TypeAlias
 
 from flatparam_files.collector import without_collector
 
-__all__ = ["STATUS", "ArgumentsError", "Parser", "add_command", "say", "scaled", "shown_nbytes", "showing"]
+__all__ = [
+    "STATUS",
+    "Commands",
+    "ArgumentsError",
+    "Parser",
+    "add_command",
+    "say",
+    "say_aside",
+    "scaled",
+    "shown_nbytes",
+    "showing",
+    "run",
+]
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Where a parser has its commands."""
 STATUS: Final = """\
 exit status:
   0    all is well
@@ -34,27 +52,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-class _Later:
-    """A function of a module of the commands, which is imported when it is called."""
-
-    def __init__(self, module: str, function: str) -> None:
-        self._module, self._function = module, function
-
-    def __call__(self, chosen: argparse.Namespace) -> int:
-        with without_collector():
-            module = importlib.import_module(self._module)
-        status: int = getattr(module, self._function)(chosen)
-        return status
-
-
 def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    module: str,
-    function: str,
+    commands: Commands, name: str, text: str, module: str, function: str
 ) -> argparse.ArgumentParser:
     """Add a command that does `text`, by calling a function of a module that is imported when the command is run."""
+
+    def run_it(chosen: argparse.Namespace) -> int:
+        with without_collector():
+            imported = importlib.import_module(module)
+        status: int = getattr(imported, function)(chosen)
+        return status
+
     added = commands.add_parser(
         name,
         help=text,
@@ -62,7 +70,7 @@ def add_command(
         epilog=STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    added.set_defaults(run=_Later(module, function))
+    added.set_defaults(run=run_it)
     return added
 
 
@@ -81,6 +89,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
         )
     encoding = stream.encoding or "utf-8"
     stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def say_aside(sentence: object) -> None:
+    """Write a line of `flatparam` to stderr, beside what a command was asked for."""
+    say(f"flatparam: {sentence}", sys.stderr)
 
 
 # Numbers for people
@@ -114,3 +127,56 @@ def showing(chosen: argparse.Namespace, what: str, nbytes: int) -> Iterator[Call
 
     with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
         yield bar.update
+
+
+# From the arguments of a process to its exit status
+
+
+_INTERRUPTED = 130
+_TERMINATED = 143
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run a command that a parser has chosen; returns the exit status of the process.
+
+    It is 0 if all is well, 1 if checkpoints differ or one is damaged, 2 if the arguments or an input cannot be used,
+    130 and 143 after an interrupt and a termination. Whatever it is, no output is left half written.
+    """
+    try:
+        return _run(chosen)
+    except KeyboardInterrupt:
+        say_aside("interrupted; nothing was written")
+        return _INTERRUPTED
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    # Imports torch, which takes a second: not for help.
+    with without_collector():
+        from flatparam_core import FlatParamError
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, _terminate)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: say_aside(f"warning: {message}")
+            status: int = chosen.run(chosen)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except (ArgumentsError, FlatParamError, OSError) as error:
+        # The reader of our output has seen enough.
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if isinstance(error, OSError) and error.filename is not None:
+            say_aside(f"{error.filename}: {error.strerror}")
+        else:
+            say_aside(error)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    say_aside("terminated; nothing was written")
+    raise SystemExit(_TERMINATED)

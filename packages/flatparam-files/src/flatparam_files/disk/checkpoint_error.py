@@ -7,6 +7,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,15 +46,12 @@ class CheckpointError(FlatParamError):
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.message, self.rank, self.path, self.fqn, self.hint)
+        again = partial(CheckpointError, rank=self.rank, path=self.path, fqn=self.fqn, hint=self.hint)
+        return again, (self.message,)
 
 
 class UnreadableError(CheckpointError):
     """The system could not read a file, for want of a permission or of its disk: the file may be sound."""
-
-
-def _rebuild(message: str, rank: int | None, path: str | None, fqn: str | None, hint: str) -> CheckpointError:
-    return CheckpointError(message, rank=rank, path=path, fqn=fqn, hint=hint)
 
 
 # Failures while a damaged or foreign file is taken apart, as errors that name the file

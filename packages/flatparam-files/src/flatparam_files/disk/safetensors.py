@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_files.collector import without_collector
-from flatparam_files.disk.byte_file import AnyPath, ByteFile, bytes_view
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import parse_json
 from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo
+from flatparam_files.disk.system import AnyPath, ByteFile, bytes_view
 
 __all__ = [
     "DTYPES",
@@ -158,9 +158,7 @@ def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
     return SafetensorsHeader(tensors, metadata, data_start, file_nbytes)
 
 
-def _entry(
-    name: str, entry: Any, data_start: int, infos: dict[tuple[str, ...], tuple[TensorInfo, int]]
-) -> StoredTensor:
+def _entry(name: str, entry: Any, data_start: int, infos: _Infos) -> StoredTensor:
     """Return the tensor that an entry describes; `infos` has those that were described before, since most are alike."""
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise ValueError(f"tensor {name!r}: expected the keys {sorted(_KEYS)}")

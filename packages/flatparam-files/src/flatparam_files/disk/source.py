@@ -19,7 +19,9 @@ __all__ = [
     "Source",
     "TensorInfo",
     "chunk_spans",
+    "filled",
     "join_path",
+    "read_boxes",
     "renamed",
     "split_path",
     "Box",
@@ -126,7 +128,24 @@ def chunk_spans(span: Span, itemsize: int) -> Iterator[Span]:
         yield Span(start, min(start + step, span.stop))
 
 
-# The boxes of an interval of a tensor's elements, by the name that this package has for them
+def filled(out: Tensor, chunks: Iterable[Tensor]) -> Tensor:
+    """Copy `chunks`, one behind the other, into `out` (1-D), which they may leave unfilled at its end; returns it."""
+    done = 0
+    for chunk in chunks:
+        out[done : done + chunk.numel()].copy_(chunk.detach().reshape(-1))
+        done += chunk.numel()
+    return out
+
+
+def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
+    """Yield the row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
+    for piece in chunk_spans(span, info.dtype.itemsize):
+        chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
+        at = 0
+        for box in piece.boxes(info.shape):
+            fill(box, chunk[at : at + box.numel].view(box.sizes))
+            at += box.numel
+        yield chunk
 
 
 def row_major_boxes(shape: Sequence[int], span: Span) -> Iterator[Box]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flatparam_core import Span
-from flatparam_files.disk import TensorInfo
+from flatparam_files.disk.source import TensorInfo
 from flatparam_files.formats.deepspeed_files import (
     Files,
     RankPart,
@@ -176,7 +176,9 @@ class _Reading:
         """Return the tensors of a flat group, whose parts on the ranks are given."""
         found = {}
         offset, dtype = 0, parts[0].info.dtype
-        for name, shape, padding in zip(shapes, shapes.values(), self._paddings(index, shapes), strict=True):
+        paddings = self._ranks[0].state.get("param_alignment_paddings")
+        of_group = [0] * len(shapes) if paddings is None or self._stage == 3 else paddings[index]
+        for name, shape, padding in zip(shapes, shapes.values(), of_group, strict=True):
             info, numel = _info(shape, dtype), math.prod(shape)
             if self._stage == 3:
                 each = -(-numel // len(parts))
@@ -187,10 +189,6 @@ class _Reading:
                 offset += numel + padding
         self._check_used_up(index, offset, [part.info.numel for part in parts])
         return found
-
-    def _paddings(self, index: int, shapes: Mapping[str, Any]) -> Sequence[int]:
-        paddings = self._ranks[0].state.get("param_alignment_paddings")
-        return [0] * len(shapes) if paddings is None or self._stage == 3 else paddings[index]
 
     def _check_used_up(self, index: int, used: int, numels: Sequence[int]) -> None:
         """See that the parameters of a flat group are all that the ranks have of it, but for the padding at its end."""

@@ -10,12 +10,11 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_files.disk import ByteFile, CheckpointError
-from flatparam_files.disk.checkpoint_error import damage_named
+from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
+from flatparam_files.disk.system import ByteFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject
 from flatparam_files.formats.stored.stored_tensors import StridedTensor
-from flatparam_files.formats.torch_archive import open_archive
-from flatparam_files.formats.torch_names import TORCH_NAMES
+from flatparam_files.formats.torch_archive import TORCH_NAMES, open_archive
 
 __all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
 
@@ -217,11 +216,7 @@ def read_model_parts(files: Sequence[Path]) -> list[Mapping[str, Any]]:
 
 
 def check_complete(files: Files, ranks: Sequence[RankPart], models: Sequence[Mapping[str, Any]]) -> None:
-    """See that the files are all those of one save.
-
-    Raises:
-        CheckpointError: naming the file that is missing, too many, or of a different save.
-    """
+    """Check that the files are those of one save; a CheckpointError names one that is missing, or does not belong."""
     world_size, stage = ranks[0].world_size, ranks[0].stage
     if "ds_zero_partition_groups" in ranks[0].state:
         raise _unread(ranks[0].file, "experts (AutoEP)")

@@ -1,22 +1,29 @@
-"""The detection of the format that a path has, and a source for it."""
+"""A checkpoint of any format: its format is found out, it is opened as a source, and its bytes are verified."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from flatparam_files.checkpoint.manifest.whole import MANIFEST
-from flatparam_files.checkpoint.reader import is_checkpoint, open_checkpoint
-from flatparam_files.disk import AnyPath, CheckpointError, Source
-from flatparam_files.formats.dcp.dcp_reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
+from flatparam_core import Span
+from flatparam_files.checkpoint.manifest import MANIFEST
+from flatparam_files.checkpoint.reader import CheckpointReader, is_checkpoint, open_checkpoint
+from flatparam_files.checkpoint.soundness import BytesRead, Check, Soundness, checks_of_directory, examine
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source, chunk_spans
+from flatparam_files.disk.system import AnyPath, ByteFile
+from flatparam_files.formats.dcp_reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
 from flatparam_files.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_files.formats.stored.whole_sources import stored_source
+from flatparam_files.formats.stored.stored_tensors import Storage
+from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source
 from flatparam_files.formats.torch_archive import is_archive
 from flatparam_files.formats.torch_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
 
-__all__ = ["FORMATS", "UnknownFormatError", "open_source"]
+__all__ = ["FORMATS", "UnknownFormatError", "open_source", "verify_source"]
 
 
 class UnknownFormatError(CheckpointError):
@@ -127,3 +134,51 @@ def _format_of_directory(path: Path) -> str:
             f"{INDEX_FILE}, {SINGLE_FILE} or pytorch_model.bin (Hugging Face), or latest (DeepSpeed)"
         ),
     )
+
+
+# Whether its bytes are what its format says that they are
+
+
+def verify_source(source: Source, observe: Callable[[int], object] = lambda nbytes: None) -> Soundness:
+    """Read every byte of a checkpoint, and compare it with the checksums that its format has.
+
+    Args:
+        source: what `open_source` returned.
+        observe: is called with the bytes of each piece that was read.
+    """
+    if not isinstance(source, (StoredSource, CheckpointReader)):
+        raise TypeError(f"expected what open_source returns, found {type(source).__name__}")
+    opened = stored_source(source)
+    checks = _checks_of_tensors(opened) if opened.reader is None else checks_of_directory(opened.reader)
+    return examine(checks, observe)
+
+
+def _checks_of_tensors(source: StoredSource) -> Iterator[Check]:
+    """Check the parts of files that tensors lie in, each once. To find one is a check: a file may be read for it."""
+    found: list[Storage] = []
+
+    def find_next(storages: Iterator[Storage]) -> Iterable[BytesRead]:
+        found[:] = itertools.islice(storages, 1)
+        return ()
+
+    seen: set[Storage] = set()
+    for stored in source.stored.values():
+        storages = stored.storages()
+        found.clear()
+        yield functools.partial(find_next, storages)
+        while found:
+            if found[0] not in seen:
+                seen.add(found[0])
+                yield functools.partial(_check_storage, found[0])
+            found.clear()
+            yield functools.partial(find_next, storages)
+
+
+def _check_storage(storage: Storage) -> Iterator[BytesRead]:
+    """Compare the checksum of a storage; read it if it has none."""
+    with ByteFile(storage.file) as file:
+        storage.check(file)
+        if not storage.crc:
+            for span in chunk_spans(Span(storage.start, storage.start + storage.nbytes), 1):
+                file.read(span.start, span.numel)
+    yield BytesRead(storage.nbytes, is_proven=storage.crc != 0)

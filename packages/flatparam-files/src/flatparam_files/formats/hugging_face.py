@@ -8,31 +8,21 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol, TypeVar, cast
 
 from flatparam_core import Span
-from flatparam_files.disk import (
-    AnyPath,
-    ByteFile,
-    CheckpointError,
-    SafetensorsHeader,
-    Source,
-    TensorFileWriter,
-    TensorInfo,
-    join_path,
-    parse_json,
-    read_header,
-    split_path,
-)
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.limits import parse_json
+from flatparam_files.disk.safetensors import SafetensorsHeader, TensorFileWriter, read_header
+from flatparam_files.disk.source import Source, TensorInfo, join_path, split_path
+from flatparam_files.disk.system import AnyPath, ByteFile
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, row_major
 from flatparam_files.formats.stored.whole_sources import StoredSource, select
 
 __all__ = [
     "INDEX_FILE",
-    "MAX_SHARD_NBYTES",
     "SINGLE_FILE",
     "divided",
     "open_hugging_face",
     "write_hugging_face",
-    "HasInfo",
     "encode_index",
     "read_shards",
 ]

@@ -11,7 +11,8 @@ from typing import Final, final
 
 import torch
 
-from flatparam_files.disk import CheckpointError, sync_file
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.system import sync_file
 
 __all__ = ["Appended", "SparseFile", "appearing", "check_new", "refuse_existing"]
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import CheckpointDirectory
-from flatparam_files.checkpoint.manifest.records import rank_file
-from flatparam_files.checkpoint.writer import CheckpointWriter
-from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
+from flatparam_files.checkpoint.manifest import rank_file
+from flatparam_files.checkpoint.writer import CheckpointWriter, share_of
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source
+from flatparam_files.disk.system import AnyPath
 from flatparam_files.formats.output import refuse_existing
 from flatparam_files.formats.stored.whole_sources import stored_source
 
@@ -54,7 +56,9 @@ def write_checkpoint(
                 writer.write(path, source.read(path, Span(0, info.numel)))
             writer.commit()
     return {
-        f"{place.name}/{rank_file(rank)}": sum(_nbytes(info, rank, world_size) for info in tensors.values())
+        f"{place.name}/{rank_file(rank)}": sum(
+            share_of(info.numel, rank, world_size).numel * info.dtype.itemsize for info in tensors.values()
+        )
         for rank in range(world_size)
     }
 
@@ -84,8 +88,3 @@ def _gone_if_it_fails(directory: Path) -> Iterator[None]:
                 # This refuses if somebody else has put something there.
                 directory.rmdir()
         raise
-
-
-def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
-    elements = info.numel * (rank + 1) // world_size - info.numel * rank // world_size
-    return elements * info.dtype.itemsize

@@ -14,8 +14,8 @@ from typing import Any, Final, NoReturn, final
 
 import attrs
 
-from flatparam_files.disk import CheckpointError, allowed_nbytes, is_short_integer
-from flatparam_files.disk.checkpoint_error import damage_named
+from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
+from flatparam_files.disk.limits import allowed_nbytes, is_short_integer
 
 __all__ = ["Global", "AdmittedNames", "InertObject", "is_key", "read_pickle", "Budget"]
 
@@ -283,21 +283,13 @@ class Budget:
         self._visits = _SMALL_VISITS + _VISITS_A_BYTE * nbytes
 
     def take(self, nbytes: int) -> None:
-        """Take memory of the budget.
-
-        Raises:
-            ValueError: if there is not so much left.
-        """
+        """Take memory of the budget; a ValueError if there is not so much left."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError(f"its objects would take more than {self._allowed:,} bytes of memory")
 
     def take_literal(self, value: Any) -> None:
-        """Take the memory of a number, a text or bytes.
-
-        Raises:
-            ValueError: if there is not so much left, or the number is too long to be printed.
-        """
+        """Take the memory of a number, a text or bytes; a ValueError if it is too much, or too long to be printed."""
         if isinstance(value, int) and not is_short_integer(value):
             raise ValueError(f"it has an integer of {value.bit_length():,} bits")
         self.take(64 + (len(value) if isinstance(value, (str, bytes, bytearray)) else 0))

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_files.disk import CheckpointError
+from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats.pickle_reader import Global
 
 __all__ = ["PickledCall", "Persistent", "pickle_of"]

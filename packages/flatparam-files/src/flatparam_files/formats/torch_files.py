@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_files.disk import AnyPath, CheckpointError, Source
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source
+from flatparam_files.disk.system import AnyPath
 from flatparam_files.formats.hugging_face import read_shards
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.stored.arrange import arranged
+from flatparam_files.formats.stored.arrange import arranged, together
 from flatparam_files.formats.stored.stored_tensors import Stored
 from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source, tree_of
 from flatparam_files.formats.torch_archive import is_archive, open_archive, write_archive
@@ -37,7 +39,7 @@ def open_torch_file(*paths: AnyPath, prefix: str | None = None) -> StoredSource:
         CheckpointError: if a file is damaged, holds anything else, or its parts cannot be told apart.
     """
     files = [_file_at(Path(path)) for path in paths]
-    root: Any = _root_of(files[0]) if len(files) == 1 else _together(files)
+    root: Any = _root_of(files[0]) if len(files) == 1 else together(files, [*map(_parts_of, files)])
     tensors, values = arranged(root, files[0], prefix)
     return StoredSource("torch", tensors, values, {"files": [str(file) for file in files]})
 
@@ -51,22 +53,13 @@ def _file_at(path: Path) -> Path:
     return found
 
 
-def _together(files: list[Path]) -> dict[Any, Any]:
-    root: dict[Any, Any] = {}
-    for file in files:
-        found = _parts_of(file)
-        twice = sorted(map(str, root.keys() & found.keys()))
-        if twice:
-            raise CheckpointError(
-                f"{file} has {twice[0]!r}, and so has another of {', '.join(map(str, files))}"
-            )
-        root.update(found)
-    return root
-
-
 def _root_of(file: Path) -> Any:
     if file.suffix == ".json":
-        return {"model": read_shards(file, _tensors_in)}
+
+        def tensors_in(each: Path) -> dict[str, Stored]:
+            return {name: value for name, value in _state_dict_in(each).items() if isinstance(value, Stored)}
+
+        return {"model": read_shards(file, tensors_in)}
     if not is_archive(file):
         raise CheckpointError(
             f"{file} is not a zip archive, which torch.save writes since torch 1.6",
@@ -81,10 +74,6 @@ def _state_dict_in(file: Path) -> Mapping[Any, Any]:
     if not isinstance(root, Mapping):
         raise CheckpointError(f"{file} holds a {type(root).__name__}, and not a state dict", path=file)
     return root
-
-
-def _tensors_in(file: Path) -> dict[str, Stored]:
-    return {name: value for name, value in _state_dict_in(file).items() if isinstance(value, Stored)}
 
 
 def _parts_of(file: Path) -> Mapping[Any, Any]:

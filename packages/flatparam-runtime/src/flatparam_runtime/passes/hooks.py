@@ -25,7 +25,7 @@ begins. A forward call that reads a parameter of a sharded unit (`self.head.weig
 Three more are for the whole process, and are installed when a wrapper is made: `optimizers/stepping.py` has a hook
 before and one after each optimizer's step, and replaces `Optimizer.zero_grad` (`notice_optimizers`); and
 `autograd.on_failed_run` stands around autograd's run (`notice_failed_passes`). The state layer has one before each
-optimizer's step, once a model is offloaded or shows averages (`flatparam_state.steps_refused`).
+optimizer's step, once a model is offloaded or shows averages (`flatparam_state.at_rest`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OwnChunker:
     """The chunks as torch's own FSDP makes them."""
 
     def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
-        """Return a `ShardedTensor` over the unit's shard group."""
+        """Return the `ShardedTensor` of which this rank holds its chunk of `full`, over the ranks of `place`."""
         return self.chunk_over(full, place.unit.topology.shard)
 
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
@@ -57,7 +57,7 @@ class OwnChunker:
         return tiling.sharded_tensor(parts, full.dtype, group)
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
-        """Return a `DTensor` over `mesh`, sharded over its dimension 0."""
+        """Return the `DTensor` over `mesh` of which this rank holds its chunk of `full`."""
         return self.chunk_over_mesh(full, mesh, place.unit.topology.shard.rank)
 
     def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
@@ -79,11 +79,11 @@ class OwnChunker:
         )
 
     def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
-        """Return this rank's shards of a `ShardedTensor`, by their offsets."""
+        """Return this rank's shards of `tensor`, by the offsets that its metadata give them."""
         return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
 
     def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
-        """Gather what data parallelism has sharded of a `DTensor`; every rank calls it."""
+        """Return what data-parallel ranks have parts of: gathered, if `tensor` is not whole on each of them."""
         from torch.distributed.tensor import Replicate
 
         kept = tensor.placements[-1:] if is_presented else ()

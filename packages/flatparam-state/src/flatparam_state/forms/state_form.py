@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 import attrs
 import torch
 
-from flatparam_state.codec import gather
-from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, mesh_of
+from flatparam_state.forms.tiling import cut
 from flatparam_state.forms.wanted import Wanted
-from flatparam_state.places import Place
+from flatparam_state.places import Place, gather
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

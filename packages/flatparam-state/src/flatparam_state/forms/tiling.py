@@ -1,4 +1,4 @@
-"""The boxes of a tensor that each rank holds, and torch's `ShardedTensor` of them."""
+"""The boxes of a tensor that each rank holds, torch's `ShardedTensor` of them, and the ranks that put one together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,50 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_runtime import Box, Collectives, FlatParamError, ParamSpec, Span, process_group_of
-from flatparam_state.forms.boxes import boxes_of
+from flatparam_runtime import Box, Collectives, FlatParamError, ParamSpec, Span, Topology, process_group_of
 
-__all__ = ["Gathers", "Started", "Tiling", "gathered", "is_sharded_tensor", "ranks_in"]
+__all__ = ["Tiling", "boxes_of", "cut", "gathered", "holders_of", "is_sharded_tensor"]
+
+
+def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
+    """Return the boxes that tile the elements `span` of a parameter, counted in its memory order, in that order.
+
+    At most `2 * ndim - 1`: what is left of a row, whole rows, the beginning of a row, and so in each dimension.
+    """
+    order = _dims_by_stride(spec)
+    shape = [spec.shape[dim] for dim in order]
+    return tuple(Box(_permuted(order, box.offsets), _permuted(order, box.sizes)) for box in span.boxes(shape))
+
+
+def cut(spec: ParamSpec, boxes: Sequence[Box], elements: torch.Tensor) -> list[torch.Tensor]:
+    """Return the views of `elements` (1-D, those of the boxes, in memory order), one for each box, in its sizes."""
+    order = _dims_by_stride(spec)
+    inverse = _inverse(order)
+    views = []
+    start = 0
+    for box in boxes:
+        part = elements[start : start + box.numel]
+        views.append(part.view([box.sizes[dim] for dim in order]).permute(inverse))
+        start += box.numel
+    return views
+
+
+def _dims_by_stride(spec: ParamSpec) -> list[int]:
+    """Return the dimensions from the slowest to the fastest in memory; row-major if that is one answer."""
+    if not spec.memory_order:
+        return list(range(len(spec.shape)))
+    return sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim] if spec.shape[dim] > 1 else 0)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _permuted(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(values[place] for place in _inverse(order))
+
+
+# The boxes that each rank holds
 
 
 class Started(Protocol):
@@ -157,7 +197,7 @@ class Tiling:
                 ShardMetadata(list(box.offsets), list(box.sizes), _placement(global_rank, device))
                 for box in boxes[rank]
             ]
-            for global_rank, rank in ranks_in(group).items()
+            for global_rank, rank in _ranks_in(group).items()
             if rank in boxes
         }
         shards = [Shard(part, facts) for part, facts in zip(parts, metadata.get(group.rank, ()), strict=True)]
@@ -177,7 +217,7 @@ def is_sharded_tensor(value: object) -> bool:
     return any(kind.__name__ == "ShardedTensor" for kind in type(value).__mro__)
 
 
-def ranks_in(group: Collectives) -> dict[int, int]:
+def _ranks_in(group: Collectives) -> dict[int, int]:
     """Return the ranks of the group, by their ranks in the world."""
     process_group = process_group_of(group)
     if process_group is None:
@@ -226,3 +266,65 @@ def gathered(
             box.of(full).copy_(everything[start : start + box.numel].view(box.sizes))
             start += box.numel
     return full
+
+
+# The ranks that hold the pieces of a `ShardedTensor`: those of the shard group, or all data-parallel ranks.
+#
+# `torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict` makes chunks for every rank in the world,
+# whatever the model is sharded over. So with NO_SHARD and HYBRID_SHARD the pieces lie in several replicas.
+
+
+@final
+@attrs.frozen
+class EveryRank:
+    """All data-parallel ranks, replica by replica, as one group that gathers tensors."""
+
+    shard: Collectives
+    replicate: Collectives
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.replicate.size * self.shard.size
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Started:
+        """Fill `output` with the `shard` of each rank, in their order; every one of them calls it.
+
+        The shard group is waited for here. `shard` may be this rank's place in `output`.
+        """
+        width = shard.numel() * self.shard.size
+        replica = output[self.replicate.rank * width :][:width]
+        self.shard.all_gather(replica, shard, label=label).wait()
+        return self.replicate.all_gather(output, replica, label=label)
+
+
+def holders_of(tensor: Any, topology: Topology) -> tuple[Gathers, Mapping[int, int]]:
+    """Return those that can put `tensor`, a `ShardedTensor`, together, and their numbers by their ranks in the world.
+
+    Every data-parallel rank calls it. All of them come to the same, although one replica may hold every piece: a tensor
+    belongs to the shard group if that is the process group which the tensor was made over.
+    """
+    near = _ranks_in(topology.shard)
+    if topology.replicate is None or topology.replicate.size == 1 or _ranks_of(tensor) == near.keys():
+        return topology.shard, near
+    known = topology.exchange(_rank_in_world(topology), label="ranks of a sharded state")
+    ranks = {rank: number for number, rank in enumerate(known)}
+    return EveryRank(topology.shard, topology.replicate), ranks
+
+
+def _ranks_of(tensor: Any) -> set[int]:
+    """Return the ranks of the world that `tensor` was made over, also those that hold no piece."""
+    # No public name has the group of a ShardedTensor.
+    return set(torch.distributed.get_process_group_ranks(tensor._process_group))
+
+
+def _rank_in_world(topology: Topology) -> int:
+    groups = (topology.shard, topology.replicate)
+    if any(group is not None and process_group_of(group) is not None for group in groups):
+        return torch.distributed.get_rank()
+    return topology.shard.rank

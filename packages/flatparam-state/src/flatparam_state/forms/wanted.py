@@ -16,7 +16,6 @@ from flatparam_runtime import (
     Topology,
     memory_view,
 )
-from flatparam_state.forms.boxes import cut
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape
 from flatparam_state.forms.deferred import (
     LazyTensor,
@@ -27,8 +26,7 @@ from flatparam_state.forms.deferred import (
     shape_of,
 )
 from flatparam_state.forms.flat_tensor import FlatTensor
-from flatparam_state.forms.holders import holders_of
-from flatparam_state.forms.tiling import Tiling, gathered, is_sharded_tensor
+from flatparam_state.forms.tiling import Tiling, cut, gathered, holders_of, is_sharded_tensor
 from flatparam_state.places import Place
 
 __all__ = ["Wanted"]
@@ -43,7 +41,7 @@ def _copy(target: torch.Tensor, elements: torch.Tensor) -> None:
 
 
 def _not_ordinary(value: Any) -> str | None:
-    """Ask `not_ordinary`, but not about tensors of which ranks hold pieces: torch does not answer for them."""
+    """Return what `not_ordinary` says; of what ranks hold pieces of nothing, since torch does not answer for it."""
     return None if is_sharded_tensor(value) or is_dtensor(value) else not_ordinary(value)
 
 

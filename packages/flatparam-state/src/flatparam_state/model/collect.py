@@ -22,9 +22,10 @@ from flatparam_runtime import (
     shown,
     units_in,
 )
-from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms import FlatTensor, FormKind, StateForm, Wanted
-from flatparam_state.places import Place, places_in, places_of
+from flatparam_state.forms.flat_tensor import FlatTensor
+from flatparam_state.forms.state_form import FormKind, StateForm
+from flatparam_state.forms.wanted import Wanted
+from flatparam_state.places import Place, gather, places_in, places_of, shard_of
 
 __all__ = ["IN_FLAT", "StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
 

@@ -21,13 +21,15 @@ from flatparam_runtime import (
     clean_fqn,
     tree_of,
 )
-from flatparam_state.checksums import checksums, digest, named_differences
-from flatparam_state.forms import OWN_CHUNKER, Chunker, Wanted, is_ordinary
+from flatparam_state.checksums import checksums, refused_anywhere
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.deferred import is_ordinary
+from flatparam_state.forms.wanted import Wanted
 from flatparam_state.model.collect import IN_FLAT, local_name
 from flatparam_state.model.own_code import ShownUnits
 from flatparam_state.places import Place, places_in
 
-__all__ = ["ModelLoad", "load_model_state", "refused_anywhere"]
+__all__ = ["ModelLoad", "load_model_state"]
 
 
 _CHECKPOINTED: Final = "_checkpoint_wrapped_module."
@@ -212,7 +214,8 @@ class ModelLoad:
                 "it with those, and save a full or a sharded state."
             )
         # None, if modules do not list their originals: then these are in the order of the modules.
-        listed = [name for name in _names_in(place.unit.module) if name in fqns]
+        names = (clean_fqn(name) for name, _ in place.unit.module.named_parameters())
+        listed = [name for name in names if name in fqns]
         if saved is None and listed and listed != list(fqns):
             warnings.warn(
                 f"{clean_fqn(key)!r}: this local state does not tell the order of the parameters in it, and with "
@@ -267,33 +270,6 @@ class ModelLoad:
         """Forget everything; calling it twice is harmless."""
         self.stop()
         self.forget()
-
-
-def _names_in(module: nn.Module) -> list[str]:
-    """Return the names of all parameters, in the order of the module."""
-    return [clean_fqn(name) for name, _ in module.named_parameters()]
-
-
-def refused_anywhere(
-    topology: Topology, refused: list[str], loaded: Mapping[str, int] | None = None
-) -> list[str]:
-    """The misfits of every rank, each with its rank, so that no rank changes anything if one of them has a misfit.
-
-    Args:
-        topology: the ranks; every one of them calls it, with its own list.
-        refused: what does not fit on this rank; the others hear of the first few.
-        loaded: checksums of what is to be the same on all ranks, by name.
-    """
-    loaded = loaded or {}
-    told = topology.exchange((refused[:_MOST_TOLD], digest(loaded)), label="what does not fit")
-    misfits = [f"rank {rank}: {each}" for rank, (found, _) in enumerate(told) for each in found]
-    if not misfits and len({each for _, each in told}) > 1:
-        misfits = named_differences(topology.exchange(loaded, label="what is loaded"))[:_MOST_TOLD]
-    return misfits
-
-
-_MOST_TOLD: Final = 20
-"""How many misfits a rank tells the others of."""
 
 
 def load_model_state(

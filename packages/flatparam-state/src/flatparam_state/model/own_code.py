@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatparam_runtime import Unit, inside, summon_full_params
-from flatparam_state.forms import is_ordinary
+from flatparam_state.forms.deferred import is_ordinary
 
 __all__ = ["ShownUnits"]
 

@@ -1,24 +1,13 @@
-"""The state of an optimizer over sharded parameters, by the names of the parameters."""
+"""The state of an optimizer over sharded parameters, by the names of the parameters; what add-ons use of it."""
 
-from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.entries import AsItIs, PerRank
-from flatparam_state.optimizer.first_state import FirstState
-from flatparam_state.optimizer.holdings import (
-    Held,
-    Holding,
-    Inventory,
-    complete_groups,
-    first_hole,
-    group_numbers,
-    held_by,
-    held_parameters,
-)
+from flatparam_state.optimizer.entry import AsItIs, PerRank
+from flatparam_state.optimizer.held import Held, Holding, complete_groups, with_names
+from flatparam_state.optimizer.inventory import Inventory, first_hole, group_numbers
 from flatparam_state.optimizer.load import load_optimizer_state
 from flatparam_state.optimizer.quantised import spread_out
 
 __all__ = [
     "AsItIs",
-    "FirstState",
     "Held",
     "Holding",
     "Inventory",
@@ -26,9 +15,7 @@ __all__ = [
     "complete_groups",
     "first_hole",
     "group_numbers",
-    "held_by",
-    "held_parameters",
     "load_optimizer_state",
-    "optimizer_state_dict",
     "spread_out",
+    "with_names",
 ]

@@ -10,18 +10,12 @@ import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.forms import StateForm
-from flatparam_state.optimizer.entries import copy_value
+from flatparam_state.forms.state_form import StateForm
+from flatparam_state.optimizer.entry import copy_value
 from flatparam_state.optimizer.exchange import sharded_states
 from flatparam_state.optimizer.first_state import FirstState, first_states
-from flatparam_state.optimizer.holdings import (
-    Held,
-    Holding,
-    agree_on_holdings,
-    complete_groups,
-    named_group,
-    with_states,
-)
+from flatparam_state.optimizer.held import Held, Holding, complete_groups, with_names
+from flatparam_state.optimizer.inventory import agree_on_holdings, with_states
 from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.places import places_in
 
@@ -87,12 +81,13 @@ def optimizer_state_dict(
         if item.place is None:
             copies = {name: copy_value(value, form.device) for name, value in values.items()}
             found[item.fqns[0]] = FirstState(copies) if item in new else copies
-    if form.rank0_only and not _is_first(model):
+    if form.rank0_only and places and places[0].unit.topology.group.rank != 0:
         return {}
     names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
     named: dict[str, Any] = {"state": {fqn: found[fqn] for fqn in names if fqn in found} | others}
     if "param_groups" in raw:
-        groups = [named_group(group, holding) for group in raw["param_groups"]]
+        meant = holding.resolve(key for group in raw["param_groups"] for key in group["params"])
+        groups = [with_names(each, [meant[key] for key in each["params"]]) for each in raw["param_groups"]]
         complete_groups(groups, held)
         named["param_groups"] = groups
     return named
@@ -131,8 +126,3 @@ def _first_states(
                 stacklevel=4,
             )
         return None
-
-
-def _is_first(model: nn.Module) -> bool:
-    place = next(places_in(model), None)
-    return place is None or place.unit.topology.group.rank == 0

@@ -10,11 +10,11 @@ import attrs
 import torch
 
 from flatparam_runtime import Collectives
-from flatparam_state.codec import gather, shard_of
-from flatparam_state.forms import FormKind, StateForm, is_dtensor
-from flatparam_state.optimizer.entries import PerRank, copy_value, is_equal
-from flatparam_state.optimizer.holdings import Held
-from flatparam_state.places import Place
+from flatparam_state.forms.chunker import is_dtensor
+from flatparam_state.forms.state_form import FormKind, StateForm
+from flatparam_state.optimizer.entry import PerRank, copy_value, is_equal
+from flatparam_state.optimizer.held import Held
+from flatparam_state.places import Place, gather, shard_of
 
 __all__ = ["sharded_states"]
 

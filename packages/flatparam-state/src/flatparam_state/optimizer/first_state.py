@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from flatparam_state.optimizer.holdings import Held, Holding, innermost
+from flatparam_state.optimizer.held import Held, Holding, innermost
 
 __all__ = ["FirstState", "first_states", "keeps_otherwise", "names_like_parameter", "names_of_first_state"]
 
@@ -188,7 +188,11 @@ def _twin(
     kind = type(optimizer)
     twin = object.__new__(kind)
     # What an instance has in place of its class's methods belongs to the instance: a scheduler counts its steps there.
-    own = {name: value for name, value in vars(optimizer).items() if not _is_method(kind, name, value)}
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not (callable(value) and hasattr(kind, name))
+    }
     for name in [name for name in own if name.endswith(("_pre_hooks", "_post_hooks"))]:
         own[name] = type(own[name])()
     group = {name: value for name, value in settings.items() if name not in ("params", "param_names")}
@@ -196,7 +200,3 @@ def _twin(
     twin.state = defaultdict(dict)
     twin.param_groups = [{**copy.deepcopy(group), "params": [parameter]}]
     return twin
-
-
-def _is_method(kind: type, name: str, value: object) -> bool:
-    return callable(value) and hasattr(kind, name)

@@ -10,22 +10,20 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError, note_between_passes
 from flatparam_state.checksums import checksums, digest
-from flatparam_state.forms import OWN_CHUNKER, Chunker
-from flatparam_state.optimizer.entries import State
-from flatparam_state.optimizer.first_rank import arrived, streamed
-from flatparam_state.optimizer.holdings import (
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.optimizer.entry import State
+from flatparam_state.optimizer.held import (
     Held,
     Holding,
-    agree_on_holdings,
     held_parameters,
     numbered,
     settings_of,
     with_settings,
 )
-from flatparam_state.optimizer.misfits import check_shapes
-from flatparam_state.optimizer.other_states import check_states
+from flatparam_state.optimizer.inventory import agree_on_holdings
+from flatparam_state.optimizer.misfits import check_shapes, check_states
 from flatparam_state.optimizer.quantised import in_blocks
-from flatparam_state.optimizer.saved_states import SavedStates, has_cut_values
+from flatparam_state.optimizer.saved_states import SavedStates, arrived, has_cut_values, streamed
 from flatparam_state.places import Place, places_in
 
 __all__ = ["load_optimizer_state"]
@@ -146,8 +144,8 @@ def _loaded(
     order = [
         mine.get(at) or known[at]
         for place in places
-        for at, fqn in zip(_places_of_parameters(place), place.fqns, strict=True)
-        if at in mine or fqn in held
+        for index, fqn in enumerate(place.fqns)
+        if (at := (id(place.handle), index)) in mine or fqn in held
     ]
     order += sorted((item for item in holding.items if item.place is None), key=lambda item: item.fqns)
     loaded: dict[Held, dict[str, Any]] = {}
@@ -167,10 +165,6 @@ def _by_place(items: Iterable[Held]) -> dict[tuple[int, int], Held]:
             for index in item.indices:
                 found.setdefault((id(item.place.handle), index), item)
     return found
-
-
-def _places_of_parameters(place: Place) -> list[tuple[int, int]]:
-    return [(id(place.handle), index) for index in range(len(place.fqns))]
 
 
 def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]]:

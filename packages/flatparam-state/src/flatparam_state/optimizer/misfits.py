@@ -1,4 +1,4 @@
-"""Saved states whose shape shows that they are those of a different model."""
+"""Saved states whose shapes or names show that they are those of a different model, or of a different optimizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any, Final
 import torch
 
 from flatparam_runtime import FlatParamError
-from flatparam_state.forms import LazyTensor, Streamed, Wanted, is_tensor_like, shape_of
-from flatparam_state.optimizer.entries import AsItIs, State, is_per_rank
-from flatparam_state.optimizer.first_state import keeps_otherwise, names_like_parameter
-from flatparam_state.optimizer.holdings import Held, Holding
+from flatparam_state.forms.deferred import LazyTensor, Streamed, is_tensor_like, shape_of
+from flatparam_state.forms.wanted import Wanted
+from flatparam_state.optimizer.entry import AsItIs, State, is_per_rank
+from flatparam_state.optimizer.first_state import keeps_otherwise, names_like_parameter, names_of_first_state
+from flatparam_state.optimizer.held import Held, Holding
+from flatparam_state.optimizer.quantised import spread_out
 
-__all__ = ["check_shapes", "described", "misfit_error", "wanted_of"]
+__all__ = ["check_shapes", "described", "misfit_error", "wanted_of", "check_states"]
 
 _LIKE_PARAMETER: Final = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"}
@@ -110,3 +112,41 @@ def _is_usual(
         return True
     spec = wanted.spec
     return not keeps_otherwise(optimizer, settings, spec.shape, spec.dtype, name, item.parameter.device)
+
+
+# Those of a different optimizer
+
+
+def check_states(
+    optimizer: torch.optim.Optimizer, holding: Holding, saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuse saved states that the optimizer cannot go on with, such as those of AdamW for SGD with momentum.
+
+    An optimizer of torch needs the states that its first step makes, and may be given more. Of any other nothing is
+    known before its first step; then it may lack states that come later, or have them, but not both. A parameter that
+    was saved without states is one that was never stepped.
+
+    Raises:
+        FlatParamError: naming the parameter, the states that were found and those that were expected.
+    """
+    known: dict[tuple[int, int, torch.dtype], frozenset[str]] = {}
+    for number, (settings, items) in enumerate(holding.groups):
+        for item in items:
+            kind = number, item.parameter.dim(), item.parameter.dtype
+            if kind not in known:
+                known[kind] = names_of_first_state(optimizer, settings, item.parameter)
+            needed = known[kind]
+            held = frozenset(spread_out(optimizer.state.get(item.parameter) or {}))
+            for fqn in item.fqns:
+                found = frozenset(name for name, value in saved.get(fqn, {}).items() if value is not None)
+                if found and (needed - found or (not needed and held - found and found - held)):
+                    raise FlatParamError(
+                        f"optimizer state of {fqn!r}: expected {_listed(needed or held)}, which "
+                        f"{type(optimizer).__name__} has, found {_listed(found)}: it is the state of a different "
+                        "optimizer, or of different settings; make the optimizer that was saved, or load "
+                        "with other_states=True"
+                    )
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from flatparam_runtime import COUNTERS, FlatParamError
-from flatparam_state.forms import (
-    Chunker,
+from flatparam_state.forms.chunker import Chunker, is_dtensor
+from flatparam_state.forms.deferred import (
     LazyValue,
     Streamed,
     as_tensor,
-    is_dtensor,
-    is_sharded_tensor,
+    from_first,
     is_tensor_like,
+    shape_of,
 )
-from flatparam_state.optimizer.entries import (
-    AsItIs,
-    PerRank,
-    State,
-    copy_value,
-    is_equal,
-    is_per_rank,
-)
-from flatparam_state.optimizer.holdings import Held, Holding
+from flatparam_state.forms.tiling import is_sharded_tensor
+from flatparam_state.optimizer.entry import AsItIs, PerRank, State, copy_value, is_equal, is_per_rank
+from flatparam_state.optimizer.held import Held, Holding
 from flatparam_state.optimizer.misfits import described, misfit_error, wanted_of
+from flatparam_state.places import places_in
 
-__all__ = ["SavedStates", "concrete", "has_cut_values"]
+__all__ = ["SavedStates", "concrete", "has_cut_values", "arrived", "streamed"]
 
 
 @attrs.frozen(eq=False)
@@ -167,3 +163,46 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
             target = shard[layout.fragment(index, rank).in_shard.as_slice()]
             target.copy_(wanted[fqn].part(found[fqn], chunker))
     return shard
+
+
+# Those that only the first rank has: described to all ranks, and sent tensor by tensor when they are needed
+
+
+def arrived(value: Any) -> Any:
+    """Return a value that is no parameter's state, on every rank."""
+    if isinstance(value, Mapping):
+        return {key: arrived(each) for key, each in value.items()}
+    return value.arrive() if isinstance(value, Streamed) else value
+
+
+def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the first rank's state, on every rank, with stand-ins for its tensors."""
+    place = next(iter(places_in(model)), None)
+    if place is None:
+        return state_dict
+    topology, device = place.unit.topology, place.handle.device
+
+    def mapped(state: Any, tensor: Callable[[str, str, Any], Any]) -> Any:
+        if not isinstance(state, Mapping) or "state" not in state:
+            return state
+        entries = {
+            fqn: {name: tensor(fqn, name, value) for name, value in values.items()}
+            if isinstance(values, Mapping)
+            else values
+            for fqn, values in state["state"].items()
+        }
+        return {**state, "state": entries}
+
+    def described(fqn: str, name: str, value: Any) -> Any:
+        if is_tensor_like(value) and shape_of(value):
+            return Streamed(shape_of(value), as_tensor(value).dtype)
+        return concrete(value)
+
+    def arriving(fqn: str, name: str, value: Any) -> Any:
+        if not isinstance(value, Streamed):
+            return value
+        here = state_dict["state"][fqn][name] if topology.is_first else None
+        return attrs.evolve(value, topology=topology, device=device, tensor=here)
+
+    skeleton = mapped(state_dict, described) if topology.is_first else None
+    return mapped(from_first(topology, skeleton, label="optimizer state"), arriving)  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ def _with_full_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def values_to_come(module: nn.Module, ignored: Ignored, *, parameters: bool) -> ValuesLater | None:
-    """The tensors on the meta device to which nothing in their module gives values.
+    """Return the tensors on the meta device to which nothing in their module gives values.
 
     Buffers are made by `make_on_device`.
 

@@ -6,15 +6,15 @@ A foreign tree is made of dictionaries, lists, tuples and leaves, where the tens
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from flatparam_files.disk import CheckpointError, join_path, split_path
-from flatparam_files.disk.checkpoint_error import damage_named
+from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
+from flatparam_files.disk.source import join_path, split_path
 from flatparam_files.formats.stored.stored_tensors import Stored
 
-__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged", "by_name"]
+__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged", "by_name", "together"]
 
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (
@@ -56,8 +56,25 @@ def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str
             _at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file
         )
         if "optimizer" in ours:
-            ours["optimizer"] = _by_name(ours["optimizer"], ours.get("model", {}), file)
+            saved, model = ours["optimizer"], ours.get("model", {})
+            if _are_optimizers(saved):
+                ours["optimizer"] = {name: by_name(each, model, file) for name, each in saved.items()}
+            else:
+                ours["optimizer"] = by_name(saved, model, file)
         return walk.tensors, walk.values(ours, ())
+
+
+def together(files: Sequence[Path], trees: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return one tree of those of several files or directories, which have different keys at their tops."""
+    root: dict[Any, Any] = {}
+    for file, tree in zip(files, trees, strict=True):
+        twice = sorted(map(str, root.keys() & tree.keys()))
+        if twice:
+            raise CheckpointError(
+                f"{file} has {twice[0]!r}, and so has another of {', '.join(map(str, files))}"
+            )
+        root.update(tree)
+    return root
 
 
 def _at_prefix(root: Any, file: Path, prefix: str) -> Any:
@@ -112,9 +129,8 @@ def _has_parts(tree: Mapping[Any, Any]) -> bool:
 
 def _parts(root: Any, file: Path) -> dict[str, Any]:
     if not isinstance(root, Mapping):
-        raise CheckpointError(
-            f"{file} holds a {_kind(root)}, and not a state dict or a dictionary of state dicts"
-        )
+        kind = "single tensor" if isinstance(root, Stored) else type(root).__name__
+        raise CheckpointError(f"{file} holds a {kind}, and not a state dict or a dictionary of state dicts")
     if _is_optimizer(root) or (_are_optimizers(root) and not any(key in OPTIMIZER_KEYS for key in root)):
         return {"optimizer": root}
     model = [key for key in MODEL_KEYS if isinstance(root.get(key), Mapping)]
@@ -163,17 +179,6 @@ def _are_optimizers(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(map(_is_optimizer, value.values()))
 
 
-def _by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the state of an optimizer, or of each of several, by parameter name."""
-    if _are_optimizers(optimizer):
-        return {name: by_name(each, model, file) for name, each in optimizer.items()}
-    return by_name(optimizer, model, file)
-
-
-def _kind(value: Any) -> str:
-    return "single tensor" if isinstance(value, Stored) else type(value).__name__
-
-
 @final
 class _Walk:
     """Sorts the leaves of a tree into tensors by path and the tree of the other values."""
@@ -188,6 +193,12 @@ class _Walk:
 
         In a list a tensor leaves None behind; a tuple with tensors becomes a list, and keys beside tensors become text.
         """
+        if isinstance(tree, Stored):
+            path = join_path(parts)
+            if path in self.tensors:
+                raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
+            self.tensors[path] = tree
+            return None
         self._seen += 1
         if len(parts) > _MAX_DEPTH or self._seen > _MAX_LEAVES:
             raise CheckpointError(
@@ -200,35 +211,20 @@ class _Walk:
         if isinstance(tree, Mapping):
             found = {}
             for key, value in tree.items():
-                if isinstance(value, Stored):
-                    self._take(value, (*parts, str(key)))
-                else:
-                    found[key] = self.values(value, (*parts, str(key)))
-            return found if len(self.tensors) == known else self._keyed_by_text(found, parts)
+                without_tensors = self.values(value, (*parts, str(key)))
+                if not isinstance(value, Stored):
+                    found[key] = without_tensors
+            if len(self.tensors) == known:
+                return found
+            # The paths of the tensors beside these values are text.
+            texts = {str(key): value for key, value in found.items()}
+            if len(texts) < len(found):
+                raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
+            return texts
         if isinstance(tree, (list, tuple)):
-            each = [self._item(value, (*parts, str(index))) for index, value in enumerate(tree)]
+            each = [self.values(value, (*parts, str(index))) for index, value in enumerate(tree)]
             return tuple(each) if type(tree) is tuple and len(self.tensors) == known else each
         return tree
-
-    def _keyed_by_text(self, found: dict[Any, Any], parts: tuple[str, ...]) -> dict[str, Any]:
-        """Return the values beside tensors, whose paths are text."""
-        texts = {str(key): value for key, value in found.items()}
-        if len(texts) < len(found):
-            raise CheckpointError(f"{self._file}: two keys of {join_path(parts)!r} are the same text")
-        return texts
-
-    def _item(self, value: Any, parts: tuple[str, ...]) -> Any:
-        """Return an item of a list, without its tensors."""
-        if not isinstance(value, Stored):
-            return self.values(value, parts)
-        self._take(value, parts)
-        return None
-
-    def _take(self, stored: Stored, parts: tuple[str, ...]) -> None:
-        path = join_path(parts)
-        if path in self.tensors:
-            raise CheckpointError(f"{self._file}: two tensors would be at {path!r}", fqn=path)
-        self.tensors[path] = stored
 
 
 # The forms in which programs save the state of an optimizer, brought into one: by parameter name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from flatparam_core import Box, Span, Threshold
-from flatparam_files.disk import ByteFile, CheckpointError, TensorInfo, chunk_spans, tensor_of
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import TensorInfo, chunk_spans, read_boxes
+from flatparam_files.disk.system import ByteFile, tensor_of
 
-__all__ = ["Storage", "Stored", "StridedTensor", "read_boxes", "row_major"]
+__all__ = ["Storage", "Stored", "StridedTensor", "check_apart", "row_major"]
 
 # A read may fetch this many times the bytes that it needs before it is split into smaller ones.
 _WASTE: Final = 2
@@ -38,9 +40,9 @@ class Stored(ABC):
     def read(self, span: Span) -> Iterator[Tensor]:
         """Return the row-major elements `span`, in pieces; see `Source.read`."""
 
-    @abstractmethod
     def storages(self) -> Iterator[Storage]:
-        """Return the parts of files that it lies in."""
+        """Return the parts of files that it lies in, as far as they are known."""
+        return iter(())
 
 
 @final
@@ -79,20 +81,18 @@ class Storage:
         self.sound.add(self.start)
 
 
+def check_apart(storages: Iterable[Storage], what: str) -> None:
+    """Refuse `what` shares bytes of a file: a small file of many such storages would be read again and again."""
+    last: Storage | None = None
+    for each in sorted(storages, key=lambda each: (str(each.file), each.start, each.nbytes)):
+        if last is not None and each.file == last.file and each.start < last.start + last.nbytes:
+            raise ValueError(f"two {what} share the byte {each.start} of {each.file.name!r}")
+        last = each if each.nbytes else last
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor of `shape`."""
     return tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def read_boxes(info: TensorInfo, span: Span, fill: Callable[[Box, Tensor], object]) -> Iterator[Tensor]:
-    """Yield the row-major elements `span` of a tensor in chunks; `fill(box, out)` puts those of a box into `out`."""
-    for piece in chunk_spans(span, info.dtype.itemsize):
-        chunk = torch.empty(piece.numel, dtype=info.dtype, device="cpu")
-        at = 0
-        for box in piece.boxes(info.shape):
-            fill(box, chunk[at : at + box.numel].view(box.sizes))
-            at += box.numel
-        yield chunk
 
 
 @final

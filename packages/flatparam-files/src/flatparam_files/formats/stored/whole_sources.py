@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import CheckpointReader
-from flatparam_files.disk import CheckpointError, Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored, read_boxes
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source, TensorInfo, chunk_spans, join_path, split_path
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored
 
 __all__ = ["StoredSource", "averages_as_model", "cast_model", "select", "stored_source", "tree_of", "watch"]
 
@@ -62,33 +63,6 @@ class _TensorOfSource(Stored):
     def read(self, span: Span) -> Iterator[Tensor]:
         return self.source.read(self.path, span)
 
-    def storages(self) -> Iterator[Storage]:
-        """No part that is known."""
-        return iter(())
-
-
-@final
-@attrs.frozen(eq=False)
-class _Reordered(Stored):
-    """A tensor that a checkpoint of ours has in a different memory order; it is held once while it is read."""
-
-    reader: CheckpointReader
-    path: str
-    strides: tuple[int, ...]
-
-    def read(self, span: Span) -> Iterator[Tensor]:
-        held = torch.empty(self.info.numel, dtype=self.info.dtype, device="cpu")
-        at = 0
-        for chunk in self.reader.read_stored(self.path, Span(0, self.info.numel)):
-            held[at : at + chunk.numel()] = chunk
-            at += chunk.numel()
-        whole = held.as_strided(self.info.shape, self.strides)
-        yield from read_boxes(self.info, span, lambda box, out: out.copy_(box.of(whole)))
-
-    def storages(self) -> Iterator[Storage]:
-        """None: its blocks have hashes of their own."""
-        return iter(())
-
 
 def stored_source(source: Source) -> StoredSource:
     """Any source as one over stored tensors; a checkpoint of ours has its tied tensors under all their names."""
@@ -99,10 +73,6 @@ def stored_source(source: Source) -> StoredSource:
     }
     reader = source if isinstance(source, CheckpointReader) else None
     if reader is not None:
-        for path in stored:
-            record = reader.record(path)
-            if record.stride is not None:
-                stored[path] = _Reordered(record.info, reader, path, tuple(record.stride))
         stored |= {alias: stored[path] for alias, path in reader.manifest.aliases.items()}
     return StoredSource(source.format, stored, source.values, source.facts, reader)
 
@@ -143,20 +113,25 @@ def averages_as_model(source: Source, name: str = "") -> StoredSource:
     return attrs.evolve(whole, stored=stored, values={"model": {}})
 
 
-@final
 @attrs.frozen
-class _Cast(Stored):
-    """A tensor in a different dtype."""
+class _Derived(Stored):
+    """A tensor that is read by reading another one."""
 
     stored: Stored
+
+    def storages(self) -> Iterator[Storage]:
+        return self.stored.storages()
+
+
+@final
+@attrs.frozen
+class _Cast(_Derived):
+    """A tensor in a different dtype."""
 
     def read(self, span: Span) -> Iterator[Tensor]:
         for piece in chunk_spans(span, max(self.info.dtype.itemsize, self.stored.info.dtype.itemsize)):
             for chunk in self.stored.read(piece):
                 yield chunk.to(self.info.dtype)
-
-    def storages(self) -> Iterator[Storage]:
-        return self.stored.storages()
 
 
 def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
@@ -179,19 +154,15 @@ def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
 
 @final
 @attrs.frozen
-class _Watched(Stored):
+class _Watched(_Derived):
     """A tensor that tells an observer what is read of it."""
 
-    stored: Stored
     observe: Callable[[int], object]
 
     def read(self, span: Span) -> Iterator[Tensor]:
         for chunk in self.stored.read(span):
             yield chunk
             self.observe(chunk.nbytes)
-
-    def storages(self) -> Iterator[Storage]:
-        return self.stored.storages()
 
 
 def watch(source: Source, observe: Callable[[int], object]) -> StoredSource:

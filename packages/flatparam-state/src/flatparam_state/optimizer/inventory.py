@@ -12,7 +12,7 @@ import attrs
 from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, Topology
-from flatparam_state.optimizer.holdings.held import Held
+from flatparam_state.optimizer.held import Held
 from flatparam_state.places import Place
 
 __all__ = ["Hole", "Inventory", "agree_on_holdings", "with_states", "first_hole", "group_numbers"]
@@ -62,16 +62,12 @@ class Inventory:
             for index in item.indices:
                 held[start + index] = min(number, 255)
             for name, value in (states or {}).get(item, {}).items():
-                kind = _SHAPED if _is_shaped_like(name, value, item) else _OTHER
+                kind = _SHAPED if item.is_cut(name, value) and value.dim() > 0 else _OTHER
                 row = found.setdefault(str(name), bytearray(len(names)))
                 for index in item.indices:
                     row[start + index] = kind
         digest = hashlib.sha256("\0".join(names).encode()).digest()
         return cls(digest, bytes(owned), bytes(held), {name: bytes(row) for name, row in found.items()})
-
-
-def _is_shaped_like(name: str, value: Any, item: Held) -> bool:
-    return item.is_cut(name, value) and value.dim() > 0
 
 
 @final

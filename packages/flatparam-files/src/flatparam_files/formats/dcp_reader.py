@@ -1,21 +1,26 @@
-"""The `.metadata` of a torch.distributed.checkpoint directory, read without importing what it names."""
+"""Directories of torch.distributed.checkpoint, to which FSDP1 and FSDP2 save: read without importing what they name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
 import attrs
 import torch
 
-from flatparam_core import Box
-from flatparam_files.disk import MAX_DIMS, ByteFile, TensorInfo
-from flatparam_files.disk.checkpoint_error import damage_named
+from flatparam_core import Box, Span
+from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
+from flatparam_files.disk.limits import MAX_DIMS
+from flatparam_files.disk.source import TensorInfo, read_boxes
+from flatparam_files.disk.system import AnyPath, ByteFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject, read_pickle
-from flatparam_files.formats.torch_names import dtype_names, plain_dict
+from flatparam_files.formats.stored.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged, together
+from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, check_apart
+from flatparam_files.formats.stored.whole_sources import StoredSource
+from flatparam_files.formats.torch_archive import dtype_names, open_archive, plain_dict
 
-__all__ = ["METADATA_FILE", "Chunk", "DcpMetadata", "Item", "read_dcp_metadata"]
+__all__ = ["METADATA_FILE", "ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]
 
 METADATA_FILE: Final = ".metadata"
 _SHOWN: Final = 100
@@ -60,21 +65,11 @@ _NAMES: Final = AdmittedNames(
 
 @final
 @attrs.frozen
-class Item:
-    """The place of one entry of the checkpoint: a `torch.save` archive in a file; offset and size in bytes."""
-
-    file: Path
-    offset: int
-    nbytes: int
-
-
-@final
-@attrs.frozen
 class Chunk:
-    """A box of a tensor, and where its elements are."""
+    """A box of a tensor, and where in a file the `torch.save` archive of its elements is."""
 
     box: Box
-    item: Item
+    item: Storage
 
 
 @final
@@ -83,17 +78,13 @@ class DcpMetadata:
     """The contents of a directory: chunks of tensors and other values by key, and the place of each key in the tree."""
 
     tensors: Mapping[str, tuple[TensorInfo, tuple[Chunk, ...]]]
-    values: Mapping[str, Item]
+    values: Mapping[str, Storage]
     paths: Mapping[str, tuple[str | int, ...]]
     facts: Mapping[str, Any]
 
 
 def read_dcp_metadata(directory: Path) -> DcpMetadata:
-    """Read and check `.metadata`.
-
-    Raises:
-        CheckpointError: if it is damaged, or describes tensors whose chunks do not cover them.
-    """
+    """Read and check `.metadata`; a CheckpointError if it is damaged, or chunks do not cover their tensors."""
     file = directory / METADATA_FILE
     with ByteFile(file) as opened:
         data = bytes(opened.read(0, opened.nbytes))
@@ -114,13 +105,13 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
-    places: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], Storage] = {}
     for index, stored in (metadata.get("storage_data") or {}).items():
         fields = _fields(index, f"{_HOME}.MetadataIndex")
         offset = fields.get("offset")
         places[fields["fqn"], None if offset is None else _sizes(offset)] = _item(stored, directory)
     tensors: dict[str, tuple[TensorInfo, tuple[Chunk, ...]]] = {}
-    values: dict[str, Item] = {}
+    values: dict[str, Storage] = {}
     for key, entry in metadata["state_dict_metadata"].items():
         if not isinstance(key, str):
             raise ValueError(f"expected string keys, found {key!r}")
@@ -128,11 +119,12 @@ def _facts(metadata: Mapping[str, Any], directory: Path) -> DcpMetadata:
             values[key] = places[key, None]
         else:
             tensors[key] = _tensor(key, _fields(entry, _TENSOR), places)
-    _check_apart(values.values())
+    # An entry that was saved under several keys is there once.
+    check_apart(set(values.values()), "values")
     return DcpMetadata(tensors, values, _paths(metadata.get("planner_data")), _known(metadata, places))
 
 
-def _known(metadata: Mapping[str, Any], places: Mapping[Any, Item]) -> dict[str, Any]:
+def _known(metadata: Mapping[str, Any], places: Mapping[Any, Storage]) -> dict[str, Any]:
     meta = metadata.get("storage_meta")
     save_id = None if meta is None else _fields(meta, f"{_HOME}.StorageMeta").get("save_id")
     said = {"save_id": save_id, "version": metadata.get("version")}
@@ -149,7 +141,7 @@ def _paths(planned: Any) -> dict[str, tuple[str | int, ...]]:
     return paths
 
 
-def _item(stored: Any, directory: Path) -> Item:
+def _item(stored: Any, directory: Path) -> Storage:
     fields = _fields(stored, "torch.distributed.checkpoint.filesystem._StorageInfo")
     name, offset, nbytes = fields["relative_path"], fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
@@ -160,7 +152,7 @@ def _item(stored: Any, directory: Path) -> Item:
         raise ValueError(f"expected a file of the directory, found {name!r}")
     if not (type(offset) is int and type(nbytes) is int and offset >= 0 and nbytes >= 0):
         raise ValueError(f"{name!r} has no bytes [{offset!r}, +{nbytes!r})")
-    return Item(directory / name, offset, nbytes)
+    return Storage(directory / name, offset, nbytes)
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
@@ -174,7 +166,7 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
 
 
 def _tensor(
-    key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...] | None], Item]
+    key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...] | None], Storage]
 ) -> tuple[TensorInfo, tuple[Chunk, ...]]:
     properties = fields["properties"]
     if not isinstance(properties, InertObject):
@@ -184,7 +176,7 @@ def _tensor(
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype of {key!r} is {dtype!r}")
     shape = _sizes(fields["size"])
-    boxes: dict[Box, Item] = {}
+    boxes: dict[Box, Storage] = {}
     for each in fields["chunks"]:
         chunk = _fields(each, f"{_HOME}.ChunkStorageMetadata")
         box = Box(_sizes(chunk["offsets"]), _sizes(chunk["sizes"]))
@@ -225,10 +217,135 @@ def _neighbours(key: str, boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
         open_boxes.append(box)
 
 
-def _check_apart(places: Iterable[Item]) -> None:
-    """Refuse values that share some of their bytes: a small file of many such values would be read again and again."""
-    last: Item | None = None
-    for item in sorted(set(places), key=lambda each: (str(each.file), each.offset, each.nbytes)):
-        if last is not None and item.file == last.file and item.offset < last.offset + last.nbytes:
-            raise ValueError(f"two values share the byte {item.offset} of {item.file.name!r}")
-        last = item if item.nbytes else last
+# The tensors, and the tree that they are in
+
+
+# What accelerate calls the sharded model and optimizer of FSDP.
+ACCELERATE_DIRECTORIES: Final = ("pytorch_model_fsdp_0", "optimizer_0")
+_TOPS: Final = (*MODEL_KEYS, *OPTIMIZER_KEYS, "extra")
+
+
+def is_dcp(path: Path) -> bool:
+    """Return whether the path is a directory of torch.distributed.checkpoint."""
+    return (path / METADATA_FILE).is_file()
+
+
+def open_dcp(*paths: AnyPath, prefix: str | None = None) -> StoredSource:
+    """Open a directory that `torch.distributed.checkpoint.save` wrote, from `ShardedTensor`s, `DTensor`s or tensors.
+
+    Chunks may be boxes of any shape. No process group is needed, no code of the files is run, and tensors are read
+    by ranges; extra memory: the structure, and a few chunks of 8 MiB.
+
+    Args:
+        paths: the directory, or several that belong together, such as one of the model and one of the optimizer.
+        prefix: the keys above the model and the optimizer, if there are some; see `open_source`.
+
+    Raises:
+        CheckpointError: if a file is missing, damaged, or holds what a checkpoint may not hold.
+    """
+    directories = [Path(path) for path in paths]
+    found = [read_dcp_metadata(path) for path in directories]
+    root = together(directories, list(map(_tree, found, directories)))
+    facts = {key: value for metadata in found for key, value in metadata.facts.items()}
+    tensors, values = arranged(root, directories[0], prefix)
+    return StoredSource("dcp", tensors, values, facts)
+
+
+@final
+@attrs.frozen
+class ChunkedTensor(Stored):
+    """A tensor in boxes, each in an archive of its own; `opened` are those that were looked into."""
+
+    key: str
+    chunks: tuple[Chunk, ...]
+    opened: dict[Storage, StridedTensor] = attrs.field(factory=dict, eq=False, repr=False)
+
+    def read(self, span: Span) -> Iterator[torch.Tensor]:
+        """Return the elements `span`, of the boxes that have some of them."""
+        return read_boxes(self.info, span, self._read_box)
+
+    def storages(self) -> Iterator[Storage]:
+        """Return the storage of each box."""
+        return (self._stored(chunk).storage for chunk in self.chunks)
+
+    def _read_box(self, box: Box, out: torch.Tensor) -> None:
+        for chunk in self.chunks:
+            common = chunk.box.overlap(box)
+            if common.numel:
+                place = common.relative_to(box.offsets).of(out)
+                self._stored(chunk).read_box(common.relative_to(chunk.box.offsets), place)
+
+    def _stored(self, chunk: Chunk) -> StridedTensor:
+        """Return the tensor that a chunk was saved as."""
+        item = chunk.item
+        if item not in self.opened:
+            what = f"the chunk of {self.key!r} at byte {item.start} of {item.file}"
+            found = open_archive(item.file, start=item.start, nbytes=item.nbytes, what=what).root
+            expected = TensorInfo(chunk.box.sizes, self.info.dtype)
+            if (
+                not isinstance(found, StridedTensor)
+                or found.info != expected
+                or found.conjugated
+                or found.negated
+            ):
+                raise CheckpointError(
+                    f"{what} should be a tensor of shape {chunk.box.sizes} and {self.info.dtype}, and is "
+                    f"{getattr(found, 'info', type(found).__name__)}",
+                    path=item.file,
+                    fqn=self.key,
+                )
+            self.opened[item] = found
+        return self.opened[item]
+
+
+def _tree(metadata: DcpMetadata, directory: Path) -> dict[str, Any]:
+    tree = _Tree(directory, len(metadata.tensors) + len(metadata.values))
+    for key, (info, chunks) in metadata.tensors.items():
+        tree.put(_path_of(key, metadata), ChunkedTensor(info, key, chunks))
+    opened: dict[Storage, Any] = {}
+    for key, item in metadata.values.items():
+        if item not in opened:
+            what = f"{key!r} at byte {item.start} of {item.file}"
+            opened[item] = open_archive(item.file, start=item.start, nbytes=item.nbytes, what=what).root
+        tree.put(_path_of(key, metadata), opened[item])
+    return tree.root
+
+
+def _path_of(key: str, metadata: DcpMetadata) -> tuple[str | int, ...]:
+    if metadata.paths.get(key):
+        return metadata.paths[key]
+    top, _, rest = key.partition(".")
+    return (top, rest) if rest and top in _TOPS else (key,)
+
+
+@final
+class _Tree:
+    """Dictionaries and lists, made of the paths of their leaves, which come in any order."""
+
+    def __init__(self, directory: Path, entries: int) -> None:
+        self.root: dict[str, Any] = {}
+        self._directory = directory
+        # A list can begin with its last item, so it may have holes: those that the entries can fill, and more.
+        self._holes = 10_000 + 16 * entries
+
+    def put(self, path: tuple[str | int, ...], value: Any) -> None:
+        """Put a leaf at its path."""
+        place: Any = self.root
+        for part, following in zip(path, (*path[1:], None), strict=True):
+            new = value if following is None else [] if type(following) is int else {}
+            if isinstance(place, list) and type(part) is int and 0 <= part <= len(place) + self._holes:
+                self._holes -= max(0, part - len(place))
+                place.extend([None] * (part + 1 - len(place)))
+                is_there = place[part] is not None
+            elif isinstance(place, dict):
+                is_there = part in place
+            else:
+                raise self._contradiction(path)
+            if not is_there:
+                place[part] = new
+            elif following is None:
+                raise self._contradiction(path)
+            place = place[part]
+
+    def _contradiction(self, path: tuple[str | int, ...]) -> CheckpointError:
+        return CheckpointError(f"{self._directory}: the paths of its entries contradict each other at {path}")

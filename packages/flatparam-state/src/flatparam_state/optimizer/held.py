@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, and the parameters of the sharded model that they stand for."""
+"""The parameters of an optimizer and their groups, and the parameters of the sharded model that they stand for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_runtime import FlatParamError, clean_fqn, part_states_of
+from flatparam_state.optimizer.entry import State, is_equal
 from flatparam_state.places import Place, places_in
 
-__all__ = ["Held", "Holding", "held_by", "held_parameters", "innermost", "numbered"]
+__all__ = [
+    "Held",
+    "Holding",
+    "held_parameters",
+    "innermost",
+    "numbered",
+    "complete_groups",
+    "with_names",
+    "settings_of",
+    "with_settings",
+]
 
 
 @final
@@ -91,28 +102,6 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def held_by(
-    optimizer: torch.optim.Optimizer, held: Mapping[int, Held]
-) -> Iterator[tuple[dict[str, object], list[Held]]]:
-    """Yield the groups of `optimizer`, each with what its parameters stand for.
-
-    Raises:
-        FlatParamError: if a parameter is not the model's, saying which.
-    """
-    number = 0
-    for group in optimizer.param_groups:
-        found = []
-        for parameter in group["params"]:
-            if id(parameter) not in held:
-                raise FlatParamError(
-                    f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
-                    "create the optimizer from model.parameters() after sharding, or shard with use_orig_params=True"
-                )
-            found.append(held[id(parameter)])
-            number += 1
-        yield group, found
-
-
 @final
 @attrs.frozen(eq=False)
 class Holding:
@@ -130,9 +119,21 @@ class Holding:
             FlatParamError: if a parameter is not the model's, saying which.
         """
         held = held_parameters(model, optimizer)
+        groups: list[tuple[dict[str, Any], tuple[Held, ...]]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in held:
+                    raise FlatParamError(
+                        f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
+                        "create the optimizer from model.parameters() after sharding, or shard with "
+                        "use_orig_params=True"
+                    )
+                number += 1
+            groups.append((group, tuple(held[id(parameter)] for parameter in group["params"])))
         names = {clean_fqn(name): held[id(p)] for name, p in model.named_parameters() if id(p) in held}
         names |= {fqn: item for item in held.values() if not item.is_flat for fqn in item.fqns}
-        return cls(tuple((group, tuple(found)) for group, found in held_by(optimizer, held)), names)
+        return cls(tuple(groups), names)
 
     @property
     def by_group(self) -> list[Sequence[Held]]:
@@ -162,3 +163,56 @@ def numbered(groups: Iterable[Sequence[object]]) -> Iterator[list[int]]:
     for group in groups:
         yield list(range(start, start + len(group)))
         start += len(group)
+
+
+# Its parameter groups, with the names of parameters
+
+
+def complete_groups(groups: Sequence[dict[str, Any]], held: Mapping[str, int]) -> None:
+    """Add the names in `held` that no group has, since only other ranks hold elements of them, to their groups."""
+    known = {name for group in groups for name in group["params"]}
+    for fqn, number in held.items():
+        if fqn not in known and number < len(groups):
+            for key in {"params", "param_names"} & groups[number].keys():
+                groups[number][key].append(fqn)
+
+
+def with_names(group: Mapping[str, Any], items: Iterable[Held]) -> dict[str, Any]:
+    """Return the group with the names of `items`, also if the optimizer was made from named parameters."""
+    fqns = [fqn for item in items for fqn in item.fqns]
+    return {**group, **{key: list(fqns) for key in ("params", "param_names") if key in group}}
+
+
+_NAMES = frozenset({"params", "param_names"})
+"""The entries of a group that name its parameters; the others are settings."""
+
+
+def with_settings(item: Held, saved: State, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of `item` that the saved groups must have; one that no unit holds may have been in no optimizer."""
+    known = {name for group in groups for name in group["params"]} | saved.keys()
+    return [fqn for fqn in item.fqns if item.place is not None or fqn in known]
+
+
+def settings_of(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The hyperparameters that the saved groups give to the parameters `names`, which must be the same for all."""
+    if not names:
+        return {}
+    home = {name: group for group in groups for name in group["params"]}
+    for name in names:
+        if name not in home:
+            raise FlatParamError(
+                f"no parameter group of the saved optimizer state holds {name!r}; it was saved from "
+                "a different model, or the optimizer then did not hold this parameter"
+            )
+    first = {key: value for key, value in home[names[0]].items() if key not in _NAMES}
+    for name in names[1:]:
+        other = home[name]
+        # In this order, so that every rank names the same setting.
+        for key in sorted(first.keys() | (other.keys() - _NAMES)):
+            if not is_equal(first.get(key), other.get(key)):
+                raise FlatParamError(
+                    f"the saved optimizer state has {key}={first.get(key)!r} for {names[0]!r} and "
+                    f"{other.get(key)!r} for {name!r}, which are in one parameter group now; give the optimizer the "
+                    "groups that it had, with use_orig_params=True if a flat parameter joins them"
+                )
+    return first

@@ -5,17 +5,67 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import FlatParamError, Phase, note_between_passes, units_in
-from flatparam_state.at_rest import bring_to_rest
-from flatparam_state.averages.exchange import Average, exchanged
-from flatparam_state.homes import homes_in
+from flatparam_state.at_rest import allow_steps, bring_to_rest, refuse_steps
+from flatparam_state.homes import Home, gradients_aside, homes_in
 
-__all__ = ["ShardedEMA"]
+__all__ = ["Average", "exchanged", "ShardedEMA"]
+
+_SHOWS_AVERAGES: Final = (
+    "the model shows its averages, which a step would change; leave ShardedEMA.applied(model) first"
+)
+
+
+@final
+@attrs.define(eq=False)
+class Average:
+    """The average of one tensor of a model, which has that tensor's shape."""
+
+    home: Home
+    values: Tensor
+
+    def beside(self) -> Tensor:
+        """Return the average, on the device where the model's tensor is now; it stays there."""
+        device = self.home.now().device
+        if self.values.device != device:
+            self.values = self.values.to(device)
+        return self.values
+
+
+@contextlib.contextmanager
+def exchanged(averages: Sequence[Average], *, in_own_dtype: bool = False) -> Iterator[None]:
+    """Have the model use the averages' memory; after the context, also after an exception, its own again.
+
+    Extra memory: none for an average of the dtype that its tensor has; of the others a copy in the tensor's dtype.
+
+    Args:
+        in_own_dtype: show each average in its own dtype, whatever the model's is.
+    """
+    shown: list[tuple[Home, Tensor]] = []
+    parameters = [each for average in averages for each in average.home.parameters()]
+    with gradients_aside([average.home for average in averages]):
+        refuse_steps(parameters, _SHOWS_AVERAGES)
+        try:
+            for average in averages:
+                own, values = average.home.now(), average.beside()
+                # First noted: an interrupt may come between the two.
+                shown.append((average.home, own))
+                average.home.give(values if in_own_dtype else values.to(own.dtype))
+            yield
+        finally:
+            allow_steps(parameters, _SHOWS_AVERAGES)
+            for home, own in shown:
+                home.give(own)
+
+
+# The averages
+
 
 T = TypeVar("T")
 
@@ -121,7 +171,8 @@ class ShardedEMA:
             f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}",
         )
         averaged = [self._is_averaged(average) for average in self._averages]
-        _copy([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves])
+        for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves]):
+            torch._foreach_copy_([average for average, _ in group], [tensor for _, tensor in group])
         for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if moves]):
             _average(group, self._decay)
         self._updates += 1
@@ -258,11 +309,6 @@ def _alike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Te
     for average, tensor in pairs:
         groups[average.dtype, average.device].append((average, tensor))
     return list(groups.values())
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for group in _alike(pairs):
-        torch._foreach_copy_([average for average, _ in group], [tensor for _, tensor in group])
 
 
 def _average(pairs: Sequence[tuple[Tensor, Tensor]], decay: float) -> None:

@@ -11,12 +11,14 @@ import attrs
 from torch import Tensor
 
 from flatparam_core import Box, Span
-from flatparam_files.disk import AnyPath, CheckpointError, Source, TensorInfo
-from flatparam_files.formats.dcp.dcp_metadata import METADATA_FILE
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.source import Source, TensorInfo
+from flatparam_files.disk.system import AnyPath
+from flatparam_files.formats.dcp_reader import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.pickle_reader import Global
 from flatparam_files.formats.pickle_writer import PickledCall, pickle_of
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored
+from flatparam_files.formats.stored.stored_tensors import Stored
 from flatparam_files.formats.stored.whole_sources import tree_of
 from flatparam_files.formats.torch_archive import write_archive
 
@@ -72,20 +74,16 @@ def _nbytes(info: TensorInfo, rank: int, world_size: int) -> int:
     return 0 if box is None else box.numel * info.dtype.itemsize
 
 
-def _flattened(tree: Mapping[str, Any], parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def _flattened(tree: Any, parts: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """Yield the entries of a tree by path, as torch flattens it: a list of plain values is one entry."""
-    for key, value in tree.items():
-        yield from _entries((*parts, str(key)), value)
-
-
-def _entries(parts: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
-    if isinstance(value, Mapping):
-        yield from _flattened(value, parts)
-    elif _is_whole(value):
-        yield parts, value
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flattened(value, (*parts, str(key)))
+    elif _is_whole(tree):
+        yield parts, tree
     else:
-        for index, each in enumerate(value):
-            yield from _entries((*parts, index), each)
+        for index, value in enumerate(tree):
+            yield from _flattened(value, (*parts, index))
 
 
 def _is_whole(value: Any) -> bool:
@@ -114,7 +112,6 @@ class _EntryWriter:
     def __init__(self, paths: Mapping[str, _Path]) -> None:
         self.paths = paths
         self._chunks: dict[str, tuple[TensorInfo, list[Box]]] = {}
-        self._values: list[str] = []
         self._places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
 
     def write(self, file: SparseFile, name: str, key: str, value: Any, rank: int, world_size: int) -> None:
@@ -130,7 +127,6 @@ class _EntryWriter:
             first = math.prod(box.sizes[1:]) * offset[0] if offset else 0
             write_archive(file, _Rows(TensorInfo(box.sizes, value.info.dtype), value, first))
         elif rank == 0:
-            self._values.append(key)
             write_archive(file, value)
         else:
             return
@@ -138,12 +134,8 @@ class _EntryWriter:
 
     def metadata(self) -> PickledCall:
         """Return the object that `.metadata` is the pickle of."""
-        entries: dict[str, PickledCall] = {}
-        for key in self.paths:
-            if key in self._chunks:
-                entries[key] = _tensor(*self._chunks[key])
-            else:
-                entries[key] = _new(f"{_HOME}.BytesStorageMetadata", {})
+        value = _new(f"{_HOME}.BytesStorageMetadata", {})
+        entries = {key: _tensor(*self._chunks[key]) if key in self._chunks else value for key in self.paths}
         places = {
             _new(f"{_HOME}.MetadataIndex", {"fqn": key, "index": None, "offset": _size(offset)}): _new(
                 "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -172,9 +164,6 @@ class _Rows(Stored):
 
     def read(self, span: Span) -> Iterator[Tensor]:
         return self.whole.read(span.shifted(self.begin))
-
-    def storages(self) -> Iterator[Storage]:
-        return self.whole.storages()
 
 
 def _new(name: str, fields: Mapping[str, Any]) -> PickledCall:

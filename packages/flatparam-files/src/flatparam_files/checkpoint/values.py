@@ -15,15 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from flatparam_files.checkpoint.manifest.fields import dtype_name, dtype_named
-from flatparam_files.disk import (
-    MAX_INTEGER_BITS,
-    CheckpointError,
-    bytes_view,
-    is_short_integer,
-    join_path,
-    tensor_of,
-)
+from flatparam_files.checkpoint.fields import dtype_name, dtype_named
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.limits import MAX_INTEGER_BITS, is_short_integer
+from flatparam_files.disk.source import join_path
+from flatparam_files.disk.system import bytes_view, tensor_of
 
 __all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
 
@@ -48,12 +44,6 @@ def inline(tensor: Tensor) -> dict[str, Any]:
     """Return a small tensor as a value of its own."""
     data = base64.b64encode(bytes(bytes_view(tensor.cpu()).tolist())).decode()
     return {"$inline": [dtype_name(tensor.dtype), list(tensor.shape), data]}
-
-
-def _inlined(content: Any) -> Tensor:
-    name, shape, data = content
-    dtype = dtype_named(name)
-    return tensor_of(bytearray(base64.b64decode(data, validate=True)), dtype).reshape(shape)
 
 
 def encode(value: Any, at: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
@@ -234,7 +224,9 @@ class _Decoder:
             tensor = self._resolve(str(content))
             return tensor if tensor is OMIT else tensor.numpy()
         if tag == "$inline":
-            return _inlined(content)
+            name, shape, data = content
+            dtype = dtype_named(name)
+            return tensor_of(bytearray(base64.b64decode(data, validate=True)), dtype).reshape(shape)
         if tag == "$complex":
             real, imaginary = self._items(content, depth)
             return complex(real, imaginary)

@@ -7,15 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flatparam_files.disk import (
-    MAX_MANIFEST_NBYTES,
-    AnyPath,
-    ByteFile,
-    CheckpointError,
-    check_cost,
-    parse_json,
-    write_durably,
-)
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.limits import MAX_MANIFEST_NBYTES, check_cost, parse_json
+from flatparam_files.disk.system import AnyPath, ByteFile, new_file, sync_file
 
 __all__ = ["read_sealed", "seal", "unseal", "write_sealed"]
 
@@ -47,11 +41,7 @@ def _canonical(content: Any) -> bytes:
 
 
 def unseal(data: bytes) -> Any:
-    """Return the content of which `seal` made `data`.
-
-    Raises:
-        ValueError: if any byte has changed, saying so.
-    """
+    """Return the content of which `seal` made `data`; a ValueError if any byte has changed, saying so."""
     tree = parse_json(data)
     if not isinstance(tree, dict) or list(tree) != ["sha256", "content"]:
         raise ValueError("it does not have the form of a sealed file")
@@ -89,5 +79,9 @@ def read_sealed(path: AnyPath, *, follows_links: bool = True) -> Any:
 
 
 def write_sealed(path: Path, content: Any) -> None:
-    """Write `content` to the new file `path`, and wait until it is on the disk; see `write_durably`."""
-    write_durably(path, seal(content))
+    """Write `content` to the new file `path`, and wait until it is on the disk; a FileExistsError if it is there."""
+    with new_file(path) as file:
+        view = memoryview(seal(content))
+        while view:
+            view = view[file.write(view) :]
+        sync_file(file)

@@ -18,7 +18,6 @@ from flatparam_runtime import Threshold
 __all__ = [
     "PIECE_NBYTES",
     "Move",
-    "PinnedPiece",
     "finish_copies",
     "is_mapped",
     "mapped_in",

@@ -13,10 +13,12 @@ from typing import Any, Final, TypeAlias
 import attrs
 import torch
 
-from flatparam_files.disk import DTYPES, CheckpointError, join_path
+from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.disk.safetensors import DTYPES
+from flatparam_files.disk.source import join_path
 
 __all__ = [
-    "Validator",
+    "Field",
     "as_count",
     "as_list",
     "as_object",
@@ -35,38 +37,39 @@ __all__ = [
     "file_dtype",
 ]
 
-Validator: TypeAlias = "Callable[[Any, attrs.Attribute[Any], Any], None]"
+Field: TypeAlias = "attrs.Attribute[Any]"
+Validator: TypeAlias = "Callable[[Any, Field, Any], None]"
 
 _DIGITS: Final = re.compile(r"[0-9a-f]{32}")
 _COUNTS: Final = "at least 0 and at most 2**63 - 1"
 _SHOWN: Final = 60
 
 
-def bad_value(record: object, field: attrs.Attribute[Any], value: object, expected: str) -> ValueError:
+def bad_value(record: object, field: Field, value: object, expected: str) -> ValueError:
     """Return the error about a field of `record` whose `value` is not what was `expected`."""
     found = str(value)[:_SHOWN]
     return ValueError(f"{type(record).__name__}.{field.name}: expected {expected}, found {found!r}")
 
 
-def count(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+def count(record: object, field: Field, value: Any) -> None:
     """Validate a number of bytes, of elements, of a rank, a file or a step."""
     if not _is_count(value):
         raise bad_value(record, field, value, f"a number of {_COUNTS}")
 
 
-def hash_digits(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+def hash_digits(record: object, field: Field, value: Any) -> None:
     """Validate 128 bits in hexadecimal: a hash, or the id of a save."""
     if not isinstance(value, str) or not _DIGITS.fullmatch(value):
         raise bad_value(record, field, value, "32 hexadecimal digits")
 
 
-def text(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+def text(record: object, field: Field, value: Any) -> None:
     """Validate a string."""
     if not isinstance(value, str):
         raise bad_value(record, field, value, "a string")
 
 
-def json_tree(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+def json_tree(record: object, field: Field, value: Any) -> None:
     """Validate what JSON can say: objects, lists, strings, numbers, booleans and `None`, nested in any way."""
     waiting = [value]
     while waiting:
@@ -84,7 +87,7 @@ def json_tree(record: object, field: attrs.Attribute[Any], value: Any) -> None:
 def instance_of(kind: type) -> Validator:
     """Return a validator of objects of the class `kind`."""
 
-    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    def validate(record: object, field: Field, value: Any) -> None:
         if not isinstance(value, kind):
             raise bad_value(record, field, value, f"a {kind.__name__}")
 
@@ -94,7 +97,7 @@ def instance_of(kind: type) -> Validator:
 def tuple_of(each: Validator) -> Validator:
     """Return a validator of tuples whose items `each` validates."""
 
-    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    def validate(record: object, field: Field, value: Any) -> None:
         if not isinstance(value, tuple):
             raise bad_value(record, field, value, "a tuple")
         for item in value:
@@ -106,7 +109,7 @@ def tuple_of(each: Validator) -> Validator:
 def mapping_of(each: Validator) -> Validator:
     """Return a validator of mappings from strings to values that `each` validates."""
 
-    def validate(record: object, field: attrs.Attribute[Any], value: Any) -> None:
+    def validate(record: object, field: Field, value: Any) -> None:
         if not isinstance(value, Mapping):
             raise bad_value(record, field, value, "a mapping")
         for key, item in value.items():
@@ -165,11 +168,7 @@ _BY_NAME: Final = MappingProxyType({name: dtype for dtype, name in _NAMES.items(
 
 
 def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
-    """Return the name of `dtype` in a manifest.
-
-    Raises:
-        CheckpointError: for one that cannot be saved, naming the tensor `at` these keys.
-    """
+    """Return the name of `dtype` in a manifest; a CheckpointError, about the tensor `at` these keys, if it has none."""
     if dtype not in _NAMES:
         path = join_path(at)
         raise CheckpointError(
@@ -179,11 +178,7 @@ def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name in a manifest.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the dtype of a name in a manifest; a ValueError if there is none."""
     if name not in _BY_NAME:
         raise ValueError(f"expected a dtype that checkpoints know, found {name!r}")
     return _BY_NAME[name]

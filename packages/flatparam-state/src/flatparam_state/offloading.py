@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatparam_runtime import FlatParamError, Unit, units_in
-from flatparam_state.at_rest import bring_to_rest
+from flatparam_state.at_rest import allow_steps, bring_to_rest, refuse_steps
+from flatparam_state.checksums import refused_anywhere
 from flatparam_state.homes import Home, homes_in
-from flatparam_state.model import refused_anywhere
-from flatparam_state.offloading.memory import (
+from flatparam_state.moved_memory import (
     Move,
     finish_copies,
     is_mapped,
@@ -26,7 +26,6 @@ from flatparam_state.offloading.memory import (
     relocated,
     to_device,
 )
-from flatparam_state.steps_refused import allow_steps, refuse_steps
 
 __all__ = ["offload", "onload"]
 
@@ -82,8 +81,10 @@ def offload(
 
     trip.check_can_part()
     _on_every_rank(trip.units, f"offload to {where}", lambda: trip.prepare(choose))
-    if parameters:
-        _note_homes(trip.homes)
+    for home in trip.homes if parameters else ():
+        belongs = _belongs(home)
+        for parameter in home.parameters():
+            _HOMES[parameter] = belongs
     trip.install()
     if parameters:
         _say_where(trip, where)
@@ -300,13 +301,6 @@ def _belongs(home: Home) -> _Belongs:
     found: _Belongs | None = next((each for each in noted if each is not None), None)
     data = home.now()
     return _Belongs(data.device, data.is_pinned()) if found is None else found
-
-
-def _note_homes(homes: Sequence[Home]) -> None:
-    for home in homes:
-        belongs = _belongs(home)
-        for parameter in home.parameters():
-            _HOMES[parameter] = belongs
 
 
 def _say_where(trip: _Trip, where: str) -> None:

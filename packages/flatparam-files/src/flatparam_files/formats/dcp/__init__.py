@@ -1,1 +1,0 @@
-"""Directories that `torch.distributed.checkpoint` writes."""
