@@ -32,6 +32,16 @@ DIST: Final = ROOT / "dist"
 WORKERS: Final = os.environ.get("FLATPARAM_TEST_WORKERS", str(min(os.cpu_count() or 1, 4)))
 FROM_DIST: Final = ("--no-index", "--find-links", str(DIST), "--no-compile", "--disable-pip-version-check")
 
+#: pip leaves what pytest has compiled of a plugin, in a folder that could be imported.
+LOOK: Final = """
+import importlib.util, shutil, sys, sysconfig
+for name in sys.argv[1:]:
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is None:
+        shutil.rmtree(f"{sysconfig.get_path('purelib')}/{name}")
+importlib.invalidate_caches()
+sys.exit([*filter(importlib.util.find_spec, sys.argv[1:])] or 0)
+"""
 Variables = Mapping[str, "str | None"]
 # One thread, and bytecode is kept, whatever the shell says: each process of a test would compile our packages again.
 TESTED: Final[Variables] = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": None}
@@ -110,8 +120,7 @@ class Environment:
         if others and "flatparam" in names:
             # The wrapper brings all add-ons along.
             self.run("-m", "pip", "uninstall", "-qq", "--yes", *others)
-        look = "import importlib.util, sys; sys.exit([*filter(importlib.util.find_spec, sys.argv[1:])] or 0)"
-        self.run("-I", "-c", look, *(each.replace("-", "_") for each in others), log=False)
+        self.run("-I", "-c", LOOK, *(each.replace("-", "_") for each in others), log=False)
 
     def complete_packages(self) -> None:
         """Install what is not there yet of our packages and their extras, and note of which sources they are."""

@@ -175,8 +175,8 @@ def test_refusals() -> None:
             assert part in text
 
 
-def with_our_checkpoints(ranks: Collectives, directory: str) -> Any:
-    side = Side("ours", ranks.rank)
+def with_our_checkpoints(ranks: Collectives, directory: str, name: str) -> Any:
+    side = Side(name, ranks.rank)
     model = side.shard(seeded())
     optimizer = adamw(model)
     trained(side, model, optimizer, steps=2)
@@ -196,9 +196,10 @@ def with_our_checkpoints(ranks: Collectives, directory: str) -> Any:
     ]
 
 
-def test_our_checkpoints() -> None:
+@pytest.mark.parametrize("name", ["ours", "door"])
+def test_our_checkpoints(name: str) -> None:
     """`Checkpointer` saves and resumes a model that is sharded in place; the wrapper reads the same checkpoint."""
     with tempfile.TemporaryDirectory() as directory:
-        for expected, *others in run_processes(2, with_our_checkpoints, str(Path(directory) / "run")):
+        for expected, *others in run_processes(2, with_our_checkpoints, str(Path(directory) / "run"), name):
             for other in others:
                 assert_equal_runs(other, expected)

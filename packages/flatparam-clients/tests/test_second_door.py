@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 from types import ModuleType
@@ -51,6 +52,27 @@ def test_programs_find_ours(torch_world: None) -> None:
         assert dict(vars(early)) == theirs
     finally:
         del sys.modules["early"]
+
+
+def test_every_method_of_fsdp2_is_there(torch_world: None) -> None:
+    """What tunes torch's collectives has no effect because it is so anyway, or is refused by name with the reason."""
+    theirs = [name for name in vars(package.FSDPModule) if not name.startswith("_")]
+    with flatparam.install():
+        module: Any = package.fully_shard(nn.Linear(2, 2))
+        assert [name for name in theirs if not hasattr(module, name)] == []
+        for name in ("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"):
+            getattr(module, name)(True)
+        module.reset_iter_state()
+        for name in (
+            "set_custom_all_gather",
+            "set_all_reduce_hook",
+            "set_symm_mem_for_comm",
+            "finalize_backward",
+        ):
+            with pytest.raises(
+                FlatParamError, match=rf"rank 0: {name}\(\) of torch's FSDPModule.*fsdp2=False"
+            ):
+                getattr(module, name)()
 
 
 @pytest.mark.parametrize("fsdp2", [False, True])
@@ -143,6 +165,32 @@ def at_the_door(ranks: Collectives) -> None:
 def test_parameters_are_dtensors() -> None:
     """They show the whole, share memory with the shard, take gradients, and survive copies, casts and replacements."""
     run_processes(2, at_the_door)
+
+
+def stepping(ranks: Collectives) -> tuple[int, int]:
+    flatparam.install()
+    module: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            module(torch.ones(1, 3)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        return len(gc.get_objects())
+
+    return train(20), train(200)
+
+
+def test_steps_keep_nothing() -> None:
+    """Two hundred steps leave as many objects as there were: a few, of caches, come and go."""
+    for before, after in run_processes(2, stepping):
+        assert after - before < 50
 
 
 def on_meta(ranks: Collectives) -> None:

@@ -24,6 +24,7 @@ from flatparam_files import CheckpointError, OnMoment
 from flatparam_files.checkpoint import CheckpointDirectory, Committer, check_step, nothing
 from flatparam_files.disk import AnyPath
 from flatparam_runtime import CommError, ExchangesValues, FlatParamError, telling
+from flatparam_state.optimizer import holding_parts
 from flatparam_state.ranks import ranks_of
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Checkpointer:
             check_step(step)
             self._check_averages("saved")
 
-        with _telling("save"):
+        with _telling("save"), holding_parts(*self._subject.optimizers.values()):
             self._reported(self._saver.settle)
             self._saver.begin("save", {"step": step, "on_save_error": self._on_save_error}, check)
             return self._reported(lambda: self._saver.save(step, extra, rank_extra))
@@ -187,9 +188,9 @@ class Checkpointer:
         self._saver.cancel()
         try:
             self._check_averages("saved")
-            return save_after_failure(
-                self._saver, self._ranks, sys.exc_info()[1], step, extra, rank_extra, seconds
-            )
+            failure = sys.exc_info()[1]
+            with holding_parts(*self._subject.optimizers.values()):
+                return save_after_failure(self._saver, self._ranks, failure, step, extra, rank_extra, seconds)
         except (CheckpointError, CommError, FlatParamError) as error:
             warnings.warn(f"no last checkpoint was saved: {error}", stacklevel=2)
             return None
@@ -259,7 +260,7 @@ class Checkpointer:
             CheckpointError: on every rank, if one has found a fault, naming rank, file and parameter.
         """
         options = LoadOptions(strict, convert_dtype, other_states)
-        with _telling("load"):
+        with _telling("load"), holding_parts(*self._subject.optimizers.values()):
             self._reported(self._saver.settle)
             self._saver.begin(
                 "load",

@@ -8,15 +8,16 @@ import itertools
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias, final
 
 import attrs
 from torch import optim
 
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
+from flatparam_state.optimizer import HOLDERS
 
-__all__ = ["have_optimizers_step_parts", "holding_parts"]
+__all__ = ["have_optimizers_step_parts"]
 
 _HELD: Final = "_flatparam_held"
 """The attribute of an optimizer that says what stands for the parts that it steps."""
@@ -82,6 +83,9 @@ class _Held:
         self.list_faces(optimizer)
         if optimizer.state is not self.stored or _identities(self.stored) != self.known[1]:
             self.stored = optimizer.state
+            known = {*map(id, self.stored)}
+            for key in [each for each in self.shown if id(_part_of(each)) not in known]:
+                del self.shown[key]
             of_part: dict[int, Any] = {}
             for faces, parts in zip(self.faces, self.parts, strict=True):
                 of_part.update(zip(map(id, parts), faces, strict=True))
@@ -157,16 +161,12 @@ def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def holding_parts(optimizers: Iterable[optim.Optimizer]) -> Iterator[None]:
-    """Have optimizers hold the plain parts inside, with plain states."""
-    given = [each for each in optimizers if _faces_of(each)]
-    for each in given:
-        _before_step(each, (), {})
+def _holding_parts(optimizer: optim.Optimizer) -> Iterator[None]:
+    _before_step(optimizer, (), {})
     try:
         yield
     finally:
-        for each in given:
-            _after_step(each, (), {})
+        _after_step(optimizer, (), {})
 
 
 @functools.cache
@@ -179,6 +179,7 @@ def have_optimizers_step_parts() -> None:
     ):
         # Before the hook that looks at what is stepped, which others may have registered earlier.
         known.move_to_end(register(hook).id, last=False)
+    HOLDERS.append(_holding_parts)
     zero_grad = optim.Optimizer.zero_grad
 
     @functools.wraps(zero_grad)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from torch import nn
 
@@ -11,8 +12,30 @@ import flatparam_runtime as runtime
 from flatparam.compat.patching import torchs_own
 from flatparam.in_place.module import FSDPModule
 from flatparam_clients.names import STATE_FUNCTIONS
+from flatparam_core import FlatParamError
 
-__all__ = ["PresentedModule", "presents"]
+__all__ = ["PresentedModule", "presents", "routed"]
+
+_TAKEN_FOR_GRANTED: Final[Mapping[str, str]] = {
+    "set_force_sum_reduction_for_comms": "collectives always sum, and the division is ours",
+    "set_reduce_scatter_unused_params": "parameters without a gradient on some rank always take part",
+    "reset_iter_state": "a model is usable after an exception",
+}
+"""The methods of FSDP2 that have no effect, and why."""
+
+_REFUSED: Final[Mapping[str, str]] = {
+    "set_custom_all_gather": "gathers are flatparam's own; use the wrapper and register_comm_hook() to change sums",
+    "set_custom_reduce_scatter": "use FullyShardedDataParallel and its register_comm_hook()",
+    "set_all_reduce_hook": "use FullyShardedDataParallel and its register_comm_hook()",
+    "set_reduce_scatter_max_input_buffers": "reductions are limited by the memory that a unit's gradients take",
+    "set_separate_reduce_scatter_group": "gathers and reductions share the group of the mesh",
+    "set_allocate_memory_from_process_group_for_comm": "buffers are flatparam's own",
+    "set_symm_mem_for_comm": "buffers are flatparam's own",
+    "set_manual_backward_finalization": "each backward pass completes; use set_requires_gradient_sync(False) before it",
+    "finalize_backward": "each backward pass completes; use set_requires_gradient_sync(False) before it",
+    "set_keep_unsharded_storage": "docs/accelerators.md says which steps can be captured in a graph",
+}
+"""The methods of FSDP2 that are refused, and what to do."""
 
 
 class PresentedModule(FSDPModule):
@@ -36,6 +59,30 @@ class PresentedModule(FSDPModule):
         # A module around it loads it: what is copied to a parameter is copied to its part of the shard.
         load: Any = super(FSDPModule, self)._load_from_state_dict
         load(*arguments)
+
+
+def _taken_for_granted(name: str, why: str) -> Callable[..., None]:
+    def method(self: PresentedModule, *args: Any, **kwargs: Any) -> None: ...
+
+    method.__name__, method.__doc__ = name, f"Accept FSDP2's call: it has no effect, because {why}."
+    return method
+
+
+def _refused(name: str, why: str) -> Callable[..., None]:
+    def method(self: PresentedModule, *args: Any, **kwargs: Any) -> None:
+        raise FlatParamError(
+            f"rank {self._unit.topology.rank}: {name}() of torch's FSDPModule is not available: {why}; "
+            "flatparam.install(fsdp2=False) leaves fully_shard to torch"
+        )
+
+    method.__name__, method.__doc__ = name, f"Refuse FSDP2's call: {why}."
+    return method
+
+
+for _name, _why in _TAKEN_FOR_GRANTED.items():
+    setattr(PresentedModule, _name, _taken_for_granted(_name, _why))
+for _name, _why in _REFUSED.items():
+    setattr(PresentedModule, _name, _refused(_name, _why))
 
 
 def presents(model: nn.Module) -> bool:

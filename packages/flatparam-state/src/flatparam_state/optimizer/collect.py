@@ -14,7 +14,7 @@ from flatparam_state.forms.state_form import StateForm
 from flatparam_state.optimizer.entry import copy_value
 from flatparam_state.optimizer.exchange import sharded_states
 from flatparam_state.optimizer.first_state import FirstState, first_states
-from flatparam_state.optimizer.held import Held, Holding, complete_groups, with_names
+from flatparam_state.optimizer.held import Held, Holding, complete_groups, of_parts, with_names
 from flatparam_state.optimizer.inventory import agree_on_holdings, with_states
 from flatparam_state.optimizer.quantised import spread_out
 from flatparam_state.places import places_in
@@ -22,6 +22,7 @@ from flatparam_state.places import places_in
 __all__ = ["optimizer_state_dict"]
 
 
+@of_parts
 def optimizer_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar, cast, final
 
 import attrs
 import torch
@@ -15,16 +18,22 @@ from flatparam_state.optimizer.entry import State, is_equal
 from flatparam_state.places import Place, places_in
 
 __all__ = [
+    "HOLDERS",
     "Held",
     "Holding",
     "held_parameters",
+    "holding_parts",
     "innermost",
     "numbered",
+    "of_parts",
     "complete_groups",
     "with_names",
     "settings_of",
     "with_settings",
 ]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @final
@@ -64,6 +73,31 @@ class Held:
         if self.place is None or self.is_flat or self.parameter.numel():
             return False
         return any(self.place.handle.layout.slots[index].spec.numel for index in self.indices)
+
+
+HOLDERS: Final[list[Callable[[torch.optim.Optimizer], AbstractContextManager[None]]]] = []
+"""Contexts inside which an optimizer holds this rank's parts, if it holds something that stands for them."""
+
+
+@contextlib.contextmanager
+def holding_parts(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    """Have optimizers hold this rank's parts of parameters inside, with the states of the parts; see `HOLDERS`."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            for enter in HOLDERS:
+                stack.enter_context(enter(innermost(optimizer)))
+        yield
+
+
+def of_parts(function: F) -> F:
+    """Have a function of a model and an optimizer find this rank's parts in the optimizer."""
+
+    @functools.wraps(function)
+    def with_parts(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with holding_parts(optimizer):
+            return function(model, optimizer, *args, **kwargs)
+
+    return cast("F", with_parts)
 
 
 def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Mapping[int, Held]:

@@ -17,6 +17,7 @@ from flatparam_state.optimizer.held import (
     Holding,
     held_parameters,
     numbered,
+    of_parts,
     settings_of,
     with_settings,
 )
@@ -29,6 +30,7 @@ from flatparam_state.places import Place, places_in
 __all__ = ["load_optimizer_state"]
 
 
+@of_parts
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
