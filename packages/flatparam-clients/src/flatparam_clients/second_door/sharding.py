@@ -41,7 +41,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     modules = [module] if isinstance(module, nn.Module) else [*module]
     if mesh is None:
         mesh = _mesh_of_all(modules)
-    _check_dimensions(modules)
+    _check_dimensions(modules, {*(named.get("ignored_params") or ())})
     flatparam.fully_shard(module, mesh=mesh, layout=_chunks, values_later=True, **named)
     have_optimizers_step_parts()
     faces = DTensorFaces.over(mesh)
@@ -70,10 +70,10 @@ def _mesh_of_all(modules: list[nn.Module]) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _check_dimensions(modules: list[nn.Module]) -> None:
+def _check_dimensions(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
     for each in modules:
         for name, parameter in each.named_parameters():
-            if not parameter.dim():
+            if not parameter.dim() and parameter not in ignored:
                 raise ValueError(
                     f"fully_shard: {name!r} has no dimension to cut: give it shape (1,), or list it in ignored_params"
                 )
