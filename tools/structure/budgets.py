@@ -45,7 +45,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(470, 350),
     "files under 100 lines": Budget(209, 110),
-    "lines": Budget(66_984, 52_000),
+    "lines": Budget(66_989, 52_000),
     "lines of imports and `__all__`, per mille": Budget(106, 80),
     "file names that occur twice or more": Budget(35, 15),
     "lines of the median function": Budget(6, 6),

@@ -132,6 +132,14 @@ def at_the_door(ranks: Collectives) -> None:
         assert optimizer.param_groups[0]["params"][0] is weight
         assert isinstance(optimizer.state[weight]["exp_avg"], DTensor)
         optimizer.zero_grad()
+    # What is offloaded comes back, and is stepped.
+    flatparam.offload(module, optimizer=optimizer)
+    flatparam.onload(module, optimizer=optimizer)
+    before = optimizer.state[weight]["exp_avg"].full_tensor()
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(optimizer.state[weight]["exp_avg"].full_tensor(), before)
+    optimizer.zero_grad()
     # Parameters that somebody has put in their places give their values, and the faces come back.
     module[1].weight = nn.Parameter(
         distribute_tensor(torch.full((2, 5), 3.0), weight.device_mesh, weight.placements)

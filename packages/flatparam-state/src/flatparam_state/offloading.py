@@ -26,12 +26,14 @@ from flatparam_state.moved_memory import (
     relocated,
     to_device,
 )
+from flatparam_state.optimizer.held import of_parts
 
 __all__ = ["offload", "onload"]
 
 _OFFLOADED: Final = "the model's parameters are offloaded; call flatparam.onload(model) on every rank first"
 
 
+@of_parts
 @torch.no_grad()
 def offload(
     model: nn.Module,
@@ -92,6 +94,7 @@ def offload(
     return trip.nbytes
 
 
+@of_parts
 @torch.no_grad()
 def onload(
     model: nn.Module,

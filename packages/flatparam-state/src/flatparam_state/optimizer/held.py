@@ -90,12 +90,14 @@ def holding_parts(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def of_parts(function: F) -> F:
-    """Have a function of a model and an optimizer find this rank's parts in the optimizer."""
+    """Have a function of a model and its optimizers find this rank's parts in these."""
 
     @functools.wraps(function)
-    def with_parts(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with holding_parts(optimizer):
-            return function(model, optimizer, *args, **kwargs)
+    def with_parts(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("optimizer")
+        several = given.values() if isinstance(given, Mapping) else [given]
+        with holding_parts(*(each for each in several if isinstance(each, torch.optim.Optimizer))):
+            return function(model, *args, **kwargs)
 
     return cast("F", with_parts)
 
