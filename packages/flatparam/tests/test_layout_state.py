@@ -24,6 +24,7 @@ RULES: dict[str, Any] = {
     "blocks": layout.by({}, otherwise=layout.blocks(3)),
     "rows": layout.by({}, otherwise=layout.row),
     "whole": layout.by({}, otherwise=layout.whole),
+    "chunks": layout.by({}, otherwise=layout.chunk),
 }
 PAIRS = [pytest.param(*pair, id="-".join(pair)) for pair in itertools.product(RULES, RULES)]
 

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, Any] = {
     "blocks": layout.by({}, otherwise=layout.blocks(3)),
     "rows": layout.by({}, otherwise=layout.row),
     "whole": layout.by({}, otherwise=layout.whole),
+    "chunks": layout.by({}, otherwise=layout.chunk),
     "mixed": layout.by({nn.Embedding: layout.row, "*.mlp.*": layout.whole, "*.bias": layout.blocks(2)}),
 }
 OPTIMIZERS: dict[str, Any] = {
