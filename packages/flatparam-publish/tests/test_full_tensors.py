@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology
 from flatparam_comm.testing import rectangle, run_processes, run_threads
+from flatparam_core import CHUNK
 from flatparam_publish import PublishError, dense, publish
 from flatparam_publish.catalogue import published_tensors
 from flatparam_publish.gathering import full_tensors, most_nbytes
@@ -42,6 +43,21 @@ def test_every_tensor_once(name: str, bucket: int, use_orig_params: bool) -> Non
         assert len(given) == len(wanted)
         assert_equal(dict(given), wanted)
         assert all(not of_other for of_other, _ in others)
+
+
+@pytest.mark.parametrize("bucket", [1, 60, 2**20])
+def test_chunks_are_put_together(bucket: int) -> None:
+    """Of a model whose ranks have chunks of rows, some of them none, every rank gets whole tensors in one piece."""
+
+    def program(ranks: Collectives) -> None:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False), nn.Linear(2, 4))
+        shard_module(model, UnitPlan(Topology(ranks), use_orig_params=True), rule_of=lambda _: CHUNK)
+        given: dict[str, Tensor] = {}
+        publish(model, given.__setitem__, bucket=bucket, every_rank=True)
+        assert_equal(given, expected(model))
+
+    for world_size in (1, 2, 3, 4):
+        run_threads(world_size, program)
 
 
 def test_names_and_dtype() -> None:
