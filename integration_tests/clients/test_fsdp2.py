@@ -1,4 +1,4 @@
-"""Programs of accelerate and transformers that use FSDP2, unchanged, with `python -m flatparam run` in front.
+"""Programs of accelerate, transformers, TRL and Lightning that use FSDP2, unchanged, with `python -m flatparam run` in front.
 
 `nox -s clients` runs them, with torch's `fully_shard` and with flatparam's: the losses and norms are the same bits.
 """
@@ -29,6 +29,10 @@ CASES = {
         "--ram --tied --bf16",
     ],
     "fsdp2_trainer.py": ["", "--bf16 --accumulate", "--tied --checkpointing", "--full", "--lora"],
+    "fsdp2_lightning.py": [""],
+    "trl_trainers.py": [
+        f"SHARDED_STATE_DICT {kind} --fsdp2" for kind in ("sft", "dpo", "sft --lora --bf16", "reward --clip")
+    ],
 }
 RESUMED = [("fsdp2_loop.py", ""), ("fsdp2_trainer.py", ""), ("fsdp2_trainer.py", "--full")]
 
@@ -46,6 +50,7 @@ def run(program: str, folder: Path, options: str, *, ours: bool) -> Losses:
 )
 def test_the_bits_of_fsdp2(program: str, options: str, tmp_path: Path) -> None:
     """Each loss, and each norm by which gradients are clipped, is that with torch's `fully_shard`."""
+    pytest.importorskip({"trl_trainers.py": "trl", "fsdp2_lightning.py": "lightning"}.get(program, "peft"))
     theirs = run(program, tmp_path / "theirs", options, ours=False)
     assert len(theirs) == 8
     assert run(program, tmp_path / "ours", options, ours=True) == theirs

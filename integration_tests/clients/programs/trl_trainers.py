@@ -3,7 +3,8 @@
 It has four steps, and saves after every second one, or with `--batch=6`, which are the texts of a rank, after each. With
 `--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. KIND is `sft`, `dpo` or
 `reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it clips gradients.
-With `--accumulate` each step has two micro-batches, and with `--checkpointing` activations are computed again.
+With `--accumulate` each step has two micro-batches, and with `--checkpointing` activations are computed again. With `--fsdp2`
+it uses FSDP2.
 """
 
 import copy
@@ -81,7 +82,7 @@ def main() -> None:
         disable_tqdm=True,
         fsdp=True,
         fsdp_config={
-            "version": 1,
+            "version": 2 if "--fsdp2" in sys.argv else 1,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": form,
@@ -111,9 +112,11 @@ def main() -> None:
             rank, step = trainer.args.process_index, int(entry["step"]) - 1
             numbers = " ".join(repr(entry[name]) for name in ("loss", "grad_norm") if name in entry)
             print(f"\nloss {rank} {step} {numbers}\n", end="", flush=True)
-    print(f"\nclass {type(trainer.model_wrapped).__module__}\n", end="", flush=True)
-    if "ref_model" in others:
-        print(f"\nclass {type(trainer.ref_model).__module__}\n", end="", flush=True)
+    for model in (trainer.model_wrapped, *([trainer.ref_model] if "ref_model" in others else ())):
+        kinds = [
+            kind for kind in type(model).__mro__ if kind.__name__.startswith(("FSDPModule", "FullySharded"))
+        ]
+        print(f"\nclass {kinds[0].__module__}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
