@@ -107,7 +107,7 @@ def _asleep(site: Site, folder: str | None, *, fails: bool = False) -> dict[str,
 
 def _fail(travel: Callable[[], Any], site: Site) -> None:
     from flatparam_comm import FlatParamError
-    from flatparam_state.offloading import memory
+    from flatparam_state import moved_memory as memory
 
     last = site.program.ranks - 1
     unlucky = mock.patch.object(memory, "_like", side_effect=RuntimeError("no memory is left"))
