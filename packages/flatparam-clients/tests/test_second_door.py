@@ -166,7 +166,7 @@ def at_the_door(ranks: Collectives) -> None:
         scalar = nn.Linear(2, 2)
         scalar.scale = nn.Parameter(torch.ones(()))
         package.fully_shard(scalar)
-    package.fully_shard(scalar, ignored_params={scalar.scale})
+    package.fully_shard(scalar, ignored_params=(each for each in [scalar.scale]))
     assert not isinstance(scalar.scale, DTensor)
     with pytest.raises(FlatParamError, match="is sharded already"):
         package.fully_shard(module)

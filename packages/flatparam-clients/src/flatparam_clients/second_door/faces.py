@@ -16,8 +16,8 @@ from flatparam_core import ParamSpec
 
 __all__ = ["DTensorFaces", "ShardedParameter", "as_presented", "as_stored"]
 
-_HELD_HERE: Final = 2
-"""The references to a gradient's `DTensor` that are ours: of its parameter, and of the call that counts."""
+_HELD_HERE: Final = 3
+"""The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
 
 
 class ShardedParameter(DTensor):
@@ -39,7 +39,7 @@ class ShardedParameter(DTensor):
             return None
         if shown is not None and shown._local_tensor is local:
             return shown
-        if shown is None or shown.dtype != local.dtype or sys.getrefcount(shown) > _HELD_HERE + 1:
+        if shown is None or shown.dtype != local.dtype or sys.getrefcount(shown) > _HELD_HERE:
             shown = self._shown_grad = presented(local, self)
         else:
             # Nobody else has it: it stands for the gradient of this step now.

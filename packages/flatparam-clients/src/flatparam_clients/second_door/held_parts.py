@@ -22,7 +22,6 @@ __all__ = ["have_optimizers_step_parts"]
 _HELD: Final = "_flatparam_held"
 """The attribute of an optimizer that says what stands for the parts that it steps."""
 
-
 State: TypeAlias = "dict[Any, dict[str, Any]]"
 """The state of an optimizer: by parameter, its values by name."""
 

@@ -79,10 +79,9 @@ def _refused(name: str, why: str) -> Callable[..., None]:
     return method
 
 
-for _name, _why in _TAKEN_FOR_GRANTED.items():
-    setattr(PresentedModule, _name, _taken_for_granted(_name, _why))
-for _name, _why in _REFUSED.items():
-    setattr(PresentedModule, _name, _refused(_name, _why))
+for _make, _reasons in ((_taken_for_granted, _TAKEN_FOR_GRANTED), (_refused, _REFUSED)):
+    for _name, _why in _reasons.items():
+        setattr(PresentedModule, _name, _make(_name, _why))
 
 
 def presents(model: nn.Module) -> bool:

@@ -41,8 +41,11 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     modules = [module] if isinstance(module, nn.Module) else [*module]
     if mesh is None:
         mesh = _mesh_of_all(modules)
-    _check_dimensions(modules, {*(named.get("ignored_params") or ())})
-    flatparam.fully_shard(module, mesh=mesh, layout=_chunks, values_later=True, **named)
+    # Both may come from a generator, and are looked at twice.
+    ignored = [*(named.pop("ignored_params", None) or ())]
+    _check_dimensions(modules, {*ignored})
+    named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
+    flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
     faces = DTensorFaces.over(mesh)
     for each in modules:

@@ -32,7 +32,6 @@ __all__ = [
     "with_settings",
 ]
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
