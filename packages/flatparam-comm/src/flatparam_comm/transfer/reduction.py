@@ -156,7 +156,10 @@ class Reducer:
             factor = self.divide_factor * size / self._ranks
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
-        in_parts = self._of_parts is not None and self._are_large(handles)
+        # Chunks are cut out of the gradients by the call that collects them.
+        in_parts = all(handle.layout.is_chunked for handle in handles) or (
+            self._of_parts is not None and self._are_large(handles)
+        )
         return averaging_over(size, factor, dtypes, in_copy=device.type == "cpu", in_parts=in_parts)
 
     @staticmethod
@@ -181,9 +184,9 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            uneven = handle.forms.layout.is_apart
-            in_parts = averaging.in_parts and not uneven and handle.gradients.is_apart
-            if self._of_parts is not None and in_parts:
+            layout = handle.forms.layout
+            is_plain = not layout.uneven_numels and not layout.is_chunked
+            if self._of_parts is not None and averaging.in_parts and is_plain and handle.gradients.is_apart:
                 output, apart = handle.begin_reduce_parts()
                 pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
@@ -191,8 +194,8 @@ class Reducer:
                 if hook is not None:
                     check_even(handle.layout, "the hook in the place of the reduce-scatter")
                     hook(full, output)
-                elif uneven:
-                    pending = scatter_sums(shard, handle.layout, output, full, label=label)
+                elif layout.uneven_numels:
+                    pending = scatter_sums(shard, layout, output, full, label=label)
                 else:
                     pending = shard.reduce_scatter(output, full, label=label)
             parts.append(_ShardSum(handle, output, pending))
