@@ -11,8 +11,7 @@ import attrs
 from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.transfer.device import Mark
-from flatparam_comm.transfer.streams import streams_of
+from flatparam_comm.transfer.streams import Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_uneven
 from flatparam_core import FlatParamHandle, Residency
 

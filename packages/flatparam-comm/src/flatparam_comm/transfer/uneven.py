@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.pending import ContinuedPending
+from flatparam_comm.collectives import Collectives, ContinuedPending, Pending
 from flatparam_core import FlatLayout, FlatParamError
 
 
