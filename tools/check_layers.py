@@ -49,27 +49,22 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint.state_dict",
         "fully_sharded_data_parallel",
         "in_place.module",
+        "observing.debug_log",
         "observing.picture",
-        "observing.stopwatch",
-        "observing.table",
-        "observing.whole_program",
-        "policies.policy",
-        "promised",
-        "resolving",
-        "sharding.extension_point",
+        "observing.recording",
+        "resolving.arguments",
         "sharding.extensions",
+        "state.loading",
         "state.optimizer",
         "state.settings",
-        "state.streaming",
+        "wrap",
         "wrapper.interior",
-        "wrapper.parameters",
-        "wrapper.ranks",
         "wrapper.refusing",
     ),
     "flatparam-clients": ("older_functions", "rekeying"),
 }
 # In no `__all__`, as in torch, and open all the same.
-OPEN_NAMES: Final = {"flatparam.policies.policy._Policy": "the base class of FSDP1's policies"}
+OPEN_NAMES: Final = {"flatparam.wrap._Policy": "the base class of FSDP1's policies"}
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")

@@ -22,7 +22,7 @@ from typing import Any, Final
 from torch import nn
 
 from flatparam.compat.patching import Patch
-from flatparam.state.streaming import with_names_of_first
+from flatparam.state.loading import with_names_of_first
 from flatparam_clients.holders import patches_of_holders
 from flatparam_core import FlatParameter, clean_fqn
 from flatparam_runtime import units_in

@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.wrapper.parameters import moving_shards
-from flatparam.wrapper.ranks import process_group, ranks_of
+from flatparam.wrapper.interior import moving_shards, process_group, ranks_of
 from flatparam_clients.flat_parameter import same_memory
 from flatparam_clients.training_state import HandleTrainingState
 from flatparam_core import FlatParamError, FlatParameter, FlatParamHandle, Residency

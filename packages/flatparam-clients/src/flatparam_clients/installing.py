@@ -25,8 +25,8 @@ from typing import Any, final
 import torch.distributed as dist
 from typing_extensions import Self
 
+from flatparam.addons import fulfil
 from flatparam.compat.patching import INSTALLED, LOCK, Patch, apply, restore
-from flatparam.promised import fulfil
 from flatparam_clients.adapters import patches_of_adapters
 from flatparam_clients.children import patch_of_children
 from flatparam_clients.holders import patches_of_holders

@@ -18,7 +18,7 @@ from flatparam.api import (
     ShardedOptimStateDictConfig,
     StateDictType,
 )
-from flatparam.resolving import Ranks
+from flatparam.resolving.arguments import Ranks
 from flatparam.state.optimizer import check_group, to_load
 from flatparam.state.settings import form_of, settings_of
 from flatparam_clients.rekeying import given_optimizer, warn_of_input

@@ -11,7 +11,7 @@ import torch
 import flatparam_runtime as runtime
 from flatparam import FullyShardedDataParallel, UnshardHandle
 from flatparam.api import OptimStateDictConfig, StateDictConfig, StateDictType
-from flatparam.wrapper import ranks
+from flatparam.wrapper import interior
 from flatparam_clients import older_functions, rekeying, reporting
 from flatparam_clients.handle import HandleView, handle_views
 from flatparam_clients.prefetch_limits import PrefetchLimits
@@ -100,7 +100,7 @@ class _WrapperNames(FullyShardedDataParallel):
     @property
     def _inter_node_pg(self) -> Any:
         """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
-        return ranks.copies(self._unit)
+        return interior.copies(self._unit)
 
     @property
     def _device_handle(self) -> Any:

@@ -10,7 +10,7 @@ import attrs
 from torch import nn
 
 from flatparam.api import ShardingStrategy
-from flatparam.policies.policy import _Policy
+from flatparam.wrap import _Policy
 from flatparam_core import clean_fqn
 from flatparam_files import without_collector
 from flatparam_plan.hollow.blank import Blank

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import attrs
 from torch import Tensor, nn
 
-from flatparam.policies.policy import _Policy
+from flatparam.wrap import _Policy
 from flatparam_comm import Topology
 from flatparam_plan.plan_error import PlanError
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.observing.whole_program import nothing_recorded
+from flatparam.observing.recording import nothing_recorded
 from flatparam_comm import ByteLedger, NoStreams, SingleCollectives, Topology, acting_as
 from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from flatparam_files import without_collector

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from flatparam.observing.table import columns, shown_flops, shown_nbytes
+from flatparam.observing.picture import columns, shown_flops, shown_nbytes
 from flatparam_plan.costs import Costs
 from flatparam_plan.rehearsal import Rehearsal, UnitFacts
 from flatparam_plan.training import Setup

@@ -8,8 +8,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.observing.picture import Curve, Picture, Piece
-from flatparam.observing.table import columns, shown_seconds
+from flatparam.observing.picture import Curve, Picture, Piece, columns, shown_seconds
 from flatparam_comm import sent_nbytes
 from flatparam_plan.hardware.profile import AnyProfile, Profile, profile_named
 from flatparam_plan.hardware.stretches import Stretches, Timings

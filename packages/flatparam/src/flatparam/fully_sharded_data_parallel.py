@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flatparam_runtime as runtime
-from flatparam.addons import tell_clients
+from flatparam.addons import promise_clients_names, raise_if_lacking, tell_clients
 from flatparam.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -34,29 +34,12 @@ from flatparam.api import (
 )
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
-from flatparam.promised import promise_clients_names, raise_if_lacking
-from flatparam.resolving import (
-    Arguments,
-    DeviceMesh,
-    Ignorable,
-    Policy,
-    Ranks,
-    Resolved,
-    ResolvedTree,
-    resolve_tree,
-)
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
+from flatparam.resolving.settings import Resolved, ResolvedTree, resolve_tree
 from flatparam.sharding.units import shard_tree
 from flatparam.state import loading, optimizer, saving, settings
-from flatparam.wrapper import (
-    interior,
-    parameters,
-    prefetching,
-    ranks,
-    reducing,
-    refusing,
-    written,
-)
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
+from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
@@ -261,17 +244,17 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> Any:
         """The process group over which the parameters are sharded."""
-        return ranks.process_group(self._unit)
+        return interior.process_group(self._unit)
 
     @property
     def rank(self) -> int:
         """This process's rank in the group over which the parameters are sharded."""
-        return ranks.ranks_of(self._unit).rank
+        return interior.ranks_of(self._unit).rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks over which the parameters are sharded."""
-        return ranks.ranks_of(self._unit).size
+        return interior.ranks_of(self._unit).size
 
     @property
     def compute_device(self) -> torch.device:
@@ -303,11 +286,11 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """When the next unit of the backward pass is gathered; a new value takes effect in the next pass."""
-        return prefetching.backward_prefetch(self._unit)
+        return training.backward_prefetch(self._unit)
 
     @backward_prefetch.setter
     def backward_prefetch(self, when: BackwardPrefetch | None) -> None:
-        prefetching.set_backward_prefetch(self._unit, when)
+        training.set_backward_prefetch(self._unit, when)
 
     @property
     def forward_prefetch(self) -> int:
@@ -315,19 +298,19 @@ class FullyShardedDataParallel(nn.Module):
 
         If it is 0, an accelerator gathers units ahead all the same. A new value takes effect in the next pass.
         """
-        return prefetching.forward_prefetch(self._unit)
+        return training.forward_prefetch(self._unit)
 
     @forward_prefetch.setter
     def forward_prefetch(self, units: int) -> None:
-        prefetching.set_forward_prefetch(self._unit, units)
+        training.set_forward_prefetch(self._unit, units)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's forward begins; `None` follows the order of the last pass."""
-        prefetching.set_units_to_forward_prefetch(self._unit, modules)
+        training.set_units_to_forward_prefetch(self._unit, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's backward begins; `None` follows the order of the forward."""
-        prefetching.set_units_to_backward_prefetch(self._unit, modules)
+        training.set_units_to_backward_prefetch(self._unit, modules)
 
     @property
     def skipped_steps(self) -> int:
@@ -379,7 +362,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: if the hook cannot be called.
             AssertionError: if a unit has a hook for this stage already. In either case no hook is registered.
         """
-        reducing.register_comm_hook(runtime.units_in(self), state, hook, stage)
+        training.register_comm_hook(runtime.units_in(self), state, hook, stage)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
@@ -387,11 +370,11 @@ class FullyShardedDataParallel(nn.Module):
         FSDP2 has the same method. Gradients that were not summed over the copies wait, sharded, for a pass that does.
         """
         units = runtime.units_in(self) if recurse else (self._unit,)
-        reducing.set_requires_all_reduce(units, requires_all_reduce)
+        training.set_requires_all_reduce(units, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients by `factor` instead of the number of ranks. FSDP2 has the same method."""
-        reducing.set_divide_factor(runtime.units_in(self), factor)
+        training.set_divide_factor(runtime.units_in(self), factor)
 
     # Parameters
 
@@ -462,20 +445,20 @@ class FullyShardedDataParallel(nn.Module):
         the parameters that an optimizer holds, even if a unit keeps full parameters from forward to backward.
         """
         pairs = super().named_parameters(prefix, recurse, remove_duplicate)
-        yield from parameters.listed(parameters.named(self._interior, pairs))
+        yield from interior.listed(interior.named(self._interior, pairs))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """List names and buffers; while full parameters are summoned, under the names of the unwrapped module."""
-        yield from parameters.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
+        yield from interior.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move or cast the shards as wholes; the original parameters follow as views of them.
 
         Inside `summon_full_params` the full parameters move instead, and only until it ends.
         """
-        with parameters.moving_shards(parameters.not_summoned(runtime.units_in(self)), fn):
+        with interior.moving_shards(interior.not_summoned(runtime.units_in(self)), fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
@@ -525,10 +508,10 @@ class FullyShardedDataParallel(nn.Module):
         Its tensors are copies. If some were written to in place, and not loaded, the next call warns of it.
         """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        written.warn_of_writes(self)
+        saving.warn_of_writes(self)
         state = saving.save_state(self, self._interior, args, named, super().state_dict)
         if destination is None and not args:
-            written.watch(self, state)
+            saving.watch(self, state)
         return state
 
     def load_state_dict(
@@ -540,7 +523,7 @@ class FullyShardedDataParallel(nn.Module):
         is set, the other ranks may pass an empty dict: then the first rank sends its tensors, one after the other.
         If anything does not fit, nothing is changed.
         """
-        written.forget(self)
+        saving.forget(self)
         load = partial(super().load_state_dict, assign=assign)
         return loading.load_state(self, self._interior, state_dict, strict, load)
 
@@ -601,7 +584,7 @@ class FullyShardedDataParallel(nn.Module):
         flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
         rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
 
-    # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.promised` has the others
+    # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.addons` has the others
 
     @property
     def _unit(self) -> runtime.Unit:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flatparam.observing.table import columns, shown_nbytes, shown_seconds
+from flatparam.observing.picture import columns, shown_nbytes, shown_seconds
 from flatparam_files.command import ArgumentsError
 from flatparam_plan.command.named_model import program_of
 from flatparam_plan.costs import measure

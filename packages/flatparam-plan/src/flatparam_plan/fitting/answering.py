@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor, nn
 
-from flatparam.resolving import Environment
+from flatparam.resolving.arguments import Environment
 from flatparam_comm import Topology
 from flatparam_plan.fitting.fastest import fit
 from flatparam_plan.hardware.profile import AnyProfile, device_of

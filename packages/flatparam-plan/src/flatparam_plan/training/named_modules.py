@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_plan.plan_error import PlanError
 
 __all__ = ["Wrapping", "policy_for", "classes_named", "recompute", "without_cache"]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
+import torch
 from torch import nn
 
 from flatparam.addons import tell_clients
-from flatparam.observing import debug_log, whole_program
-from flatparam.policies.choosing import wrap_chosen
-from flatparam.resolving import Resolved, ResolvedTree
-from flatparam.sharding import compiling, deferred_init, extensions, placement, repacking
+from flatparam.observing import debug_log, recording
+from flatparam.resolving.parameters import Ignored
+from flatparam.resolving.settings import Resolved, ResolvedTree
+from flatparam.sharding import extensions, placement
 from flatparam.spread import route_torchs_functions
+from flatparam.wrap import wrap_chosen
 from flatparam.wrapper.refusing import refuse_parts_in_states
-from flatparam_core import FlatParamError, FlatParameter, owner_of
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, owner_of
 from flatparam_runtime import (
     Unit,
     notice_failed_passes,
@@ -23,8 +25,6 @@ from flatparam_runtime import (
     unit_of,
     warn_caller,
 )
-
-__all__ = ["shard_resolved", "shard_tree"]
 
 _MUCH: Final = 2
 """The length of a flat parameter, as a multiple of its parameters', above which its layout gets a warning."""
@@ -41,7 +41,7 @@ def shard_tree(
     Raises:
         FlatParamError: if a module was wrapped before, and has got parameters since that no unit holds.
     """
-    repacking.refuse_repacked(module, tree.root.ignored)
+    refuse_repacked(module, tree.root.ignored)
     wrap_chosen(module, tree.inside, lambda child: wrap(child, tree.inside[child]))
     return _unit_for(module, tree.root)
 
@@ -68,15 +68,15 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     Args:
         by_hooks: the module is called as it is; otherwise a wrapper calls it.
     """
-    repacking.refuse_repacked(module, resolved.ignored)
+    refuse_repacked(module, resolved.ignored)
     _notice()
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
     if extensions.needs_extensions(tensors):
         extensions.flatten_extended(module, resolved.ignored)
         tensors = list(placement.own_tensors(modules, resolved.ignored))
-    is_deferred = deferred_init.is_deferred(tensors, resolved)
-    initialise = deferred_init.initialiser(module, resolved) if is_deferred else None
+    is_deferred = placement.is_deferred(tensors, resolved)
+    initialise = placement.initialiser(module, resolved) if is_deferred else None
     if resolved.device is not None:
         placement.move(tensors, resolved.device)
     if resolved.sync_module_states and initialise is None:
@@ -94,13 +94,13 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     )
     route_torchs_functions(unit)
     refuse_parts_in_states(unit)
-    repacking.keep_packing(modules, resolved.ignored)
+    keep_packing(modules, resolved.ignored)
     tell_clients("unit_made")
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
-        whole_program.record(unit, resolved.environment.trace_folder)
-    compiling.mark_for_compiler(modules)
+        recording.record(unit, resolved.environment.trace_folder)
+    mark_for_compiler(modules)
     return unit
 
 
@@ -152,3 +152,50 @@ def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
             f"unit {unit.name!r} was wrapped before, and its parameters stay as they were sharded then: "
             f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them",
         )
+
+
+_MAY_REPACK: Final = "support_avx512bf16_for_cpu"
+_IS_REPACKED: Final = "packing_format_for_cpu"
+
+
+def keep_packing(modules: Iterable[nn.Module], ignored: Ignored) -> None:
+    """Have those of `modules` whose weight is to be sharded keep its bytes when they evaluate."""
+    for module in modules:
+        if vars(module).get(_MAY_REPACK) and module._parameters.get("weight") not in ignored:
+            setattr(module, _MAY_REPACK, False)
+
+
+def refuse_repacked(module: nn.Module, ignored: Ignored) -> None:
+    """Refuse a model of which a layer has evaluated before, so that its weight is repacked.
+
+    Raises:
+        FlatParamError: naming the parameter.
+    """
+    for path, child in module.named_modules():
+        # TorchScript's parameters are in no dict; they are refused, or ignored, later.
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
+        weight = child._parameters.get("weight")
+        if weight is None or weight in ignored:
+            continue
+        if getattr(getattr(weight, "quant_state", None), _IS_REPACKED, False):
+            name = f"{path}.weight" if path else "weight"
+            raise FlatParamError(
+                f"parameter {name!r} was repacked when its {type(child).__name__} evaluated on this CPU (AVX512-BF16), "
+                "which rounds its scales and is not undone, and the layer trains no more: expected the bytes as they "
+                f"were quantised; shard the model before it evaluates, or set {_MAY_REPACK} = False of its layers first"
+            )
+
+
+def mark_for_compiler(modules: Iterable[nn.Module]) -> None:
+    """Mark the modules of a unit as managed by FSDP: Dynamo then guards on neither their parameters' identity nor
+    their shapes. The names of the marks are those that Dynamo reads.
+
+    It compiles no module that says that it does not use its original parameters. While a unit computes, each of its
+    parameters is an autograd leaf of its own, in both settings of `use_orig_params`; so all say that they do.
+    """
+    for module in modules:
+        # A wrapper has no parameters of its own.
+        if FSDP_WRAPPED_MODULE not in module._modules:
+            module.__dict__["_is_fsdp_managed_module"] = True
+            module.__dict__["_fsdp_use_orig_params"] = True

@@ -1,23 +1,34 @@
-"""The hooks through which torch's own `load_state_dict` loads wrappers."""
+"""The hooks through which torch's own `load_state_dict` loads wrappers, and a state that only the first rank has."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
+import attrs
+import torch
 from torch import nn
 
-from flatparam.observing.stopwatch import SimpleProfiler
+from flatparam.observing.debug_log import SimpleProfiler
 from flatparam.sharding.extensions import chunker
-from flatparam.state.own import modules_of_unit
-from flatparam.state.streaming import streamed
-from flatparam.state.tree_load import TreeLoad
-from flatparam.wrapper.interior import Interior, interior_of
+from flatparam.state.saving import modules_of_unit
+from flatparam.wrapper.interior import Interior, TreeLoad, interior_of
+from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_state import ModelLoad, places_of, refused_anywhere
+from flatparam_state import (
+    ModelLoad,
+    Streamed,
+    as_tensor,
+    from_first,
+    is_tensor_like,
+    places_in,
+    places_of,
+    refused_anywhere,
+    shape_of,
+)
 
-__all__ = ["attach_loading", "load_state"]
+__all__ = ["with_names_of_first"]
 
 
 def attach_loading(wrapper: nn.Module) -> None:
@@ -153,3 +164,56 @@ def _with_inner_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mappin
             copied._metadata[name] = metadata[clean_fqn(name)]
     result: Mapping[str, Any] = copied
     return result
+
+
+def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state for every rank to load, if only the first rank has one and the others pass an empty one; else `state`.
+
+    The parameters of units are sent when they are loaded, one after the other; everything else is sent here.
+    Every rank calls it.
+    """
+    places = list(places_in(model))
+    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
+        return state
+    topology, device = places[0].unit.topology, places[0].handle.device
+    sharded = {name for place in places for names in place.names for name in names}
+    skeleton = from_first(
+        topology,
+        {
+            key: Streamed(shape_of(value), as_tensor(value).dtype) if is_tensor_like(value) else value
+            for key, value in state.items()
+        },
+        label="state dict",
+    )
+    whole: Any = OrderedDict()
+    for key, value in skeleton.items():
+        if isinstance(value, Streamed):
+            value = attrs.evolve(value, topology=topology, device=device, tensor=state.get(key))
+            whole[key] = value if key in sharded else value.arrive()
+        else:
+            whole[key] = value
+    whole._metadata = from_first(topology, getattr(state, "_metadata", None), label="state dict")
+    return cast("Mapping[str, Any]", whole)
+
+
+def with_names_of_first(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state, if only the first rank has one, with its names on every rank; else `state`. Every rank calls it.
+
+    In the places of the first rank's tensors the others have tensors on the meta device.
+    """
+    places = list(places_in(model))
+    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
+        return state
+    named: Any = OrderedDict(
+        (key, torch.empty(shape_of(value), dtype=as_tensor(value).dtype, device="meta"))
+        if is_tensor_like(value)
+        else (key, value)
+        for key, value in state.items()
+    )
+    named = from_first(places[0].unit.topology, named, label="names of the state")
+    return state or cast("Mapping[str, Any]", named)
+
+
+def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
+    first, *others = topology.exchange(is_here, label="who has the state")
+    return first and bool(others) and not any(others)

@@ -27,7 +27,7 @@ from flatparam.wrapper.interior import wrappers_in
 from flatparam_runtime import Unit, warn_caller
 from flatparam_state import OWN_CHUNKER, FormKind, StateForm
 
-__all__ = ["check_form", "default_settings", "form_of", "set_settings", "settings_of", "settings_shown"]
+__all__ = ["form_of", "settings_of"]
 
 _CONFIGS: Final = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

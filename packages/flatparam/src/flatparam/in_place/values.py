@@ -1,21 +1,101 @@
-"""A module that was sharded on the meta device, and is then given memory and values, as FSDP2's programs do."""
+"""The values of a module that is sharded in place: its state, and those that it gives itself after the meta device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from flatparam.resolving import Ignored
+from flatparam.resolving.parameters import Ignored
+from flatparam.sharding.extensions import chunker
 from flatparam.sharding.placement import own_modules
+from flatparam.state.loading import streamed
+from flatparam.state.saving import collected
 from flatparam_core import FlatParamError
-from flatparam_runtime import Unit, summon_full_params, unit_of, units_in
+from flatparam_runtime import Unit, process_group_of, summon_full_params, unit_of, units_in
+from flatparam_state import FormKind, StateForm, load_model_state, state_shown
 from flatparam_state.values_later import ValuesLater
 
-__all__ = ["initialisers_of", "make_on_device", "values_to_come"]
+_LOADING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""The modules that `load_state` loads now, with all inside them."""
+
+
+def sharded_form(model: nn.Module, *, offload_to_cpu: bool = False) -> StateForm:
+    """The form of the state of `model`: `DTensor`s; full tensors if its ranks are not those of a process group."""
+    groups = [process_group_of(unit.topology.shard) for unit in units_in(model) if unit.handles]
+    if any(group is None for group in groups):
+        return StateForm(offload_to_cpu=offload_to_cpu)
+    return StateForm(FormKind.SHARDED, offload_to_cpu=offload_to_cpu, use_dtensor=True, chunker=chunker())
+
+
+def save_state(
+    module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], collect: Callable[..., Any]
+) -> Any:
+    """Return the state of `module`, by `collect`, which is torch's own `state_dict`.
+
+    Args:
+        arguments, named: see `flatparam.state.saving.collected`.
+    """
+    return collected(arguments, named, collect, lambda state, prefix: _saving(module, state, prefix))
+
+
+@contextlib.contextmanager
+def _saving(module: nn.Module, state: dict[str, Any], prefix: str) -> Iterator[None]:
+    with state_shown(module, sharded_form(module)) as stand_ins:
+        yield
+    stand_ins.resolve(state, prefix)
+
+
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    load: Callable[..., Any] | None = None,
+    rank0_only: bool = False,
+) -> Any:
+    """Load `state`, of any form, into `model`; every rank calls it.
+
+    Args:
+        load: torch's own `load_state_dict` of the model, if the model's class has a different one.
+        rank0_only: the first rank's state counts, and is sent tensor by tensor.
+
+    Raises:
+        RuntimeError: torch's, on every rank, naming every key that does not fit on some rank; nothing is changed.
+    """
+    with _loading(model):
+        if rank0_only:
+            state = streamed(model, state)
+        return load_model_state(model, state, strict=strict, load=load, chunker=chunker())
+
+
+@contextlib.contextmanager
+def _loading(model: nn.Module) -> Iterator[None]:
+    modules = [module for module in model.modules() if module not in _LOADING]
+    _LOADING.update(modules)
+    try:
+        yield
+    finally:
+        _LOADING.difference_update(modules)
+
+
+def refuse_torchs_loading(module: nn.Module) -> None:
+    """Check that `module` is being loaded by `load_state`.
+
+    Raises:
+        FlatParamError: if torch's own `load_state_dict` of a module around it loads it, which knows no shards.
+    """
+    if module not in _LOADING:
+        raise FlatParamError(
+            f"{type(module).__name__} is sharded, and the module whose load_state_dict() was called is not: call "
+            "fully_shard for that module too, or flatparam.checkpoint.state_dict.set_model_state_dict(model, state)"
+        )
+
 
 #: The methods by which modules give themselves values: torch's convention, and that of many models.
 _METHODS: Final = ("reset_parameters", "init_weights")
