@@ -14,7 +14,7 @@ import pytest
 from flatparam_checkpoint.load import session
 from flatparam_files import CheckpointError, open_checkpoint, verify_checkpoint
 from flatparam_files.checkpoint import reader as reading
-from flatparam_files.checkpoint.sealed import read_sealed, seal
+from flatparam_files.checkpoint.fields import read_sealed, seal
 
 from .small import SmallRun
 

@@ -15,7 +15,7 @@ import flatparam_clients
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import addons
 from flatparam.algorithms._comm_hooks import default_hooks
-from flatparam_clients import flat_parameter, wrapper_names
+from flatparam_clients import flat_parameter_names, wrapper_names
 from flatparam_comm import SingleCollectives
 from flatparam_comm.testing import PATIENCE
 from flatparam_core import FlatParameter
@@ -89,7 +89,7 @@ def test_the_first_import_of_a_module_that_has_moved() -> None:
     assert said(program) == "True True flatparam_clients.private._trace_utils\n"
 
 
-@pytest.mark.parametrize(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter)])
+@pytest.mark.parametrize(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter_names)])
 def test_the_tables_of_promised_attributes(owner: type, home: object) -> None:
     """The wrapper's table names all attributes that are here, and no others; each becomes the one that is here."""
     names = addons._OF_WRAPPERS if owner is FSDP else addons._OF_FLAT_PARAMETERS

@@ -16,8 +16,6 @@ from flatparam_plan.plan_error import PlanError
 if TYPE_CHECKING:
     from flatparam_plan.hardware.profile import AnyProfile
 
-__all__ = ["PlannedPolicy", "planned"]
-
 _LOGGER = logging.getLogger("flatparam.plan")
 
 

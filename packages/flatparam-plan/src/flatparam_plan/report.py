@@ -16,8 +16,6 @@ from flatparam_plan.training import Setup
 if TYPE_CHECKING:
     from flatparam_plan.timeline import Prediction
 
-__all__ = ["Peak", "Plan", "UnitCosts"]
-
 
 @final
 @attrs.frozen

@@ -15,8 +15,6 @@ from flatparam_plan.hardware.stretches import Stretches, Timings
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Call
 
-__all__ = ["Prediction", "predict", "seconds_of_calls"]
-
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"
 WAITING: Final = "waiting"

@@ -18,8 +18,6 @@ from flatparam_files.disk import parse_json, renamed
 from flatparam_publish.publish_error import PublishError
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
-__all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
-
 ReceiverNames: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the model to the receiver's name; None, or an absent key of a mapping, keeps the name."""
 

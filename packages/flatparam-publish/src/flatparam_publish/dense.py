@@ -23,8 +23,6 @@ from flatparam_runtime import Topology, telling
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
 
-__all__ = ["Sink", "publish"]
-
 
 @torch.no_grad()
 def publish(

@@ -19,8 +19,6 @@ from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.ranks import differing
 
-__all__ = ["GroupChannel"]
-
 _LABEL: Final = "publish"
 
 

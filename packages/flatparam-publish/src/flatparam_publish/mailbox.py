@@ -30,8 +30,6 @@ from flatparam_publish.publish_error import PublishError, all_or_error
 from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
 
-__all__ = ["Mailbox"]
-
 _MANIFEST: Final = "latest.json"
 _SUFFIX: Final = ".flatparam"
 """Of the files of packets and catalogues: what has this suffix and is in no manifest is deleted."""

@@ -20,7 +20,7 @@ from flatparam_runtime import (
     unit_of,
 )
 
-__all__ = ["Place", "places_in", "places_of", "fragment_of", "fragments_of", "gather", "shard_of"]
+__all__ = ["Place", "fragment_of", "fragments_of", "gather", "places_in", "places_of", "shard_of"]
 
 
 @final

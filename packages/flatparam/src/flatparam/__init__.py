@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
     from flatparam.in_place.applying import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
-    from flatparam.observing.recording import trace
+    from flatparam.observing.traces import trace
     from flatparam.spread import clip_grad_norm_
     from flatparam.wrapper.training import UnshardHandle
     from flatparam_checkpoint import Checkpointer, Loaded, PretrainedReport, load_pretrained
@@ -132,7 +132,7 @@ _HOMES = {
     ),
     "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
-    "flatparam.observing.recording": ("trace",),
+    "flatparam.observing.traces": ("trace",),
     "flatparam.wrapper.training": ("UnshardHandle",),
     "flatparam_checkpoint": ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained"),
     "flatparam_clients": ("Installation", "install", "uninstall"),

@@ -19,7 +19,7 @@ GROUP: Final = "flatparam.commands"
 _KNOWN: Final = {
     "ckpt": "flatparam_files.command:add",
     "plan": "flatparam_plan.command:add",
-    "run": "flatparam_clients.command:add",
+    "run": "flatparam_clients.programs:add",
 }
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
 _ADDONS: Final = (
@@ -102,8 +102,10 @@ _MOVED: Final = {
     },
     **{
         f"flatparam.compat.{name}": f"{_CLIENTS}.{name}"
-        for name in ("adapters", "children", "installing", "names", "planning", "reaching", "reading")
+        for name in ("adapters", "children", "installing", "names", "reading")
     },
+    "flatparam.compat.planning": f"{_CLIENTS}.reading",
+    "flatparam.compat.reaching": f"{_CLIENTS}.children",
     # What programs have saved may name its classes.
     "flatparam.wrapper.averaging": f"{_CLIENTS}.averaging",
 }
@@ -201,7 +203,7 @@ def promise_clients_names(wrapper: type, flat_parameter: type) -> None:
     """Have the two classes promise the names that the add-on flatparam-clients has in mappings `NAMES`."""
     for owner, home, names in (
         (wrapper, "flatparam_clients.wrapper_names", _OF_WRAPPERS),
-        (flat_parameter, "flatparam_clients.flat_parameter", _OF_FLAT_PARAMETERS),
+        (flat_parameter, "flatparam_clients.flat_parameter_names", _OF_FLAT_PARAMETERS),
     ):
         for name in names.split():
             setattr(owner, name, Promised(owner, name, home))

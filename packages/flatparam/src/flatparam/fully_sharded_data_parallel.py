@@ -36,8 +36,8 @@ from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
 from flatparam.resolving.settings import Resolved, ResolvedTree, resolve_tree
-from flatparam.sharding.units import shard_tree
-from flatparam.state import loading, optimizer, saving, settings
+from flatparam.sharding.make_unit import shard_tree
+from flatparam.state import form_settings, load_hooks, optimizer, saving
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
@@ -46,7 +46,7 @@ from flatparam_runtime import Nonfinite
 from flatparam_state import offload, onload
 
 if TYPE_CHECKING:
-    from flatparam_clients import older_functions, rekeying
+    from flatparam_clients import older_functions
 
 __all__ = [
     "BackwardPrefetch",
@@ -186,8 +186,8 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self.limit_all_gathers = resolved.asked.limit_all_gathers
         tell_clients("wrapped")
-        self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
-        loading.attach_loading(self)
+        self._interior = Interior(unit, form_settings.default_settings(), resolved.asked.clean_names)
+        load_hooks.attach_loading(self)
         saving.attach_saving(self)
         self._modules[FSDP_WRAPPED_MODULE] = module
 
@@ -479,7 +479,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: if a configuration is not one of the form's.
             AssertionError: if the previous forms differ, so that one call could not set them again.
         """
-        return settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return form_settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
@@ -488,7 +488,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             AssertionError: if they differ.
         """
-        return settings.settings_of(module)
+        return form_settings.settings_of(module)
 
     @staticmethod
     def state_dict_type(
@@ -498,7 +498,9 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Choose the form of the state inside the context; leaving it, even by an exception, restores the settings."""
-        return settings.settings_shown(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return form_settings.settings_shown(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -525,7 +527,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         saving.forget(self)
         load = partial(super().load_state_dict, assign=assign)
-        return loading.load_state(self, self._interior, state_dict, strict, load)
+        return load_hooks.load_state(self, self._interior, state_dict, strict, load)
 
     @staticmethod
     def optim_state_dict(
@@ -582,7 +584,7 @@ class FullyShardedDataParallel(nn.Module):
         shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
         scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
         flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
-        rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
+        rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
 
     # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.addons` has the others
 

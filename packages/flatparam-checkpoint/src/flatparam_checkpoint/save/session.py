@@ -15,8 +15,8 @@ from flatparam_files import CheckpointError, OnMoment, join_path
 from flatparam_files.checkpoint import Committer, Ticket
 from flatparam_files.disk import free_nbytes
 from flatparam_runtime import ExchangesValues
-from flatparam_state import places_in
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
+from flatparam_state.places import places_in
 
 __all__ = ["check_optimizers", "check_space", "Saver"]
 

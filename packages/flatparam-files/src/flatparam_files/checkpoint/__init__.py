@@ -1,8 +1,8 @@
 """The checkpoint directory without ranks: its names, lock and manifest, its reader and writer, and each rank's part."""
 
 from flatparam_files.checkpoint.commit import Committer
-from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
-from flatparam_files.checkpoint.fields import check_step
+from flatparam_files.checkpoint.directory import CheckpointDirectory, nothing, read_manifest
+from flatparam_files.checkpoint.fields import check_step, seal, unseal
 from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.checkpoint.manifest import (
     EXTRA_STATE,
@@ -12,7 +12,6 @@ from flatparam_files.checkpoint.manifest import (
     RankValue,
     TensorRecord,
 )
-from flatparam_files.checkpoint.moments import nothing
 from flatparam_files.checkpoint.rank_part import (
     RankFileWriter,
     RankReport,
@@ -20,7 +19,6 @@ from flatparam_files.checkpoint.rank_part import (
     report_path,
 )
 from flatparam_files.checkpoint.reader import deletion_of, what_it_says
-from flatparam_files.checkpoint.sealed import seal, unseal
 from flatparam_files.checkpoint.values import encode, inline, reference
 
 __all__ = [

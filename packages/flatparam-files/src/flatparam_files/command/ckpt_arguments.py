@@ -10,8 +10,6 @@ from typing import Final
 
 from flatparam_files.command.shared import STATUS, Commands, Parser, add_command, run
 
-__all__ = ["EXPORTS", "FORMATS", "add", "main", "DTYPES", "dtype_name", "natural", "nbytes_of"]
-
 FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
 """The formats that are read."""
 EXPORTS: Final = ("hf", "torch", "dcp")
@@ -67,7 +65,7 @@ def _add_inspect_and_verify(commands: Commands) -> None:
 
 def _add_diff(commands: Commands) -> None:
     text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
-    added = add_command(commands, "diff", text, f"{_HERE}.comparing", "run")
+    added = add_command(commands, "diff", text, f"{_HERE}.inspecting", "diff")
     added.add_argument("first", metavar="A", help="a checkpoint")
     added.add_argument("second", metavar="B", help="another")
     added.add_argument(

@@ -25,9 +25,6 @@ from flatparam_files.command.inspecting import opened
 from flatparam_files.command.shared import ArgumentsError, say, showing, shown_nbytes
 from flatparam_files.disk import free_nbytes
 
-__all__ = ["export", "write_own"]
-
-
 _EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {
     "hf": write_hugging_face,
     "torch": write_torch_file,

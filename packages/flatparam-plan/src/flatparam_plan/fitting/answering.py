@@ -16,8 +16,6 @@ from flatparam_plan.hardware.profile import AnyProfile, device_of
 from flatparam_plan.hollow.blank import hollow_copy
 from flatparam_plan.training import STRATEGIES, PlanError, Setup, TrainingProgram
 
-__all__ = ["Asked", "answer"]
-
 _RANKS_PER_HOST = 8
 _PREFETCHES = {None: "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 

@@ -21,8 +21,6 @@ from flatparam_plan.planner import Planner
 from flatparam_plan.report import Plan
 from flatparam_plan.training import PlanError, Setup, TrainingProgram
 
-__all__ = ["fit", "with_little_to_collect"]
-
 
 def fit(
     program: TrainingProgram,

@@ -12,8 +12,6 @@ from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.report import Plan, UnitCosts
 from flatparam_plan.training import Setup
 
-__all__ = ["Fitted", "seconds_of", "choices_of", "way_of"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -15,7 +15,7 @@ from flatparam_state.places import Place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_chunked_over", "is_dtensor", "local_shape", "mesh_of"]
+__all__ = ["Chunker", "OWN_CHUNKER"]
 
 
 class Chunker(Protocol):

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatparam_state.optimizer.held import Held, Holding, innermost
 
-__all__ = ["FirstState", "first_states", "keeps_otherwise", "names_like_parameter", "names_of_first_state"]
+__all__ = ["FirstState"]
 
 
 #: The method of an optimizer that says what the state of one parameter is before its first step: `(parameter,

@@ -23,21 +23,15 @@ from flatparam.api import (
     StateDictType,
 )
 from flatparam.compat.patching import torchs_own
-from flatparam.in_place import values as in_place
-from flatparam.state.loading import streamed
-from flatparam.state.settings import form_of, settings_shown
+from flatparam.in_place import module_state as in_place
+from flatparam.state.form_settings import form_of, settings_shown
+from flatparam.state.load_hooks import streamed
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError, clean_fqn
 from flatparam_runtime import units_in
-from flatparam_state import (
-    Holding,
-    StateForm,
-    held_parameters,
-    load_optimizer_state,
-    model_state_dict,
-    optimizer_state_dict,
-    places_in,
-)
+from flatparam_state import StateForm, load_optimizer_state, model_state_dict, optimizer_state_dict
+from flatparam_state.optimizer.held import Holding, held_parameters
+from flatparam_state.places import places_in
 
 __all__ = [
     "StateDictOptions",

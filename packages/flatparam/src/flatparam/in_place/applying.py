@@ -12,13 +12,13 @@ from torch import nn
 
 from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
-from flatparam.in_place.values import values_to_come
+from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks
 from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
 from flatparam.resolving.settings import Resolved
+from flatparam.sharding.make_unit import shard_resolved
 from flatparam.sharding.placement import own_modules
-from flatparam.sharding.units import shard_resolved
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_comm import resolve_topology
 from flatparam_core import FlatParamError, Precision

@@ -11,8 +11,8 @@ from torch import nn
 from typing_extensions import Self, deprecated
 
 import flatparam_runtime as runtime
-from flatparam.in_place import values
-from flatparam.in_place.values import initialisers_of, make_on_device
+from flatparam.in_place import module_state
+from flatparam.in_place.module_state import initialisers_of, make_on_device
 from flatparam.state import saving
 from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.training import UnshardHandle
@@ -256,7 +256,7 @@ class FSDPModule(_Base):
         """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
         saving.warn_of_writes(self)
-        found = values.save_state(self, args, named, super().state_dict)
+        found = module_state.save_state(self, args, named, super().state_dict)
         if destination is None and not args:
             saving.watch(self, found)
         return found
@@ -276,10 +276,10 @@ class FSDPModule(_Base):
         """
         saving.forget(self)
         load = partial(super().load_state_dict, assign=assign)
-        return values.load_state(self, state_dict, strict=strict, load=load)
+        return module_state.load_state(self, state_dict, strict=strict, load=load)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        values.refuse_torchs_loading(self)
+        module_state.refuse_torchs_loading(self)
         super()._load_from_state_dict(*arguments)
 
     # Copies

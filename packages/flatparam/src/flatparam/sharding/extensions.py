@@ -22,7 +22,8 @@ from flatparam.resolving.parameters import Ignored
 from flatparam_comm import FlatParamError, ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, BoundParameter, discover, owner_of
 from flatparam_runtime import unit_of
-from flatparam_state import OWN_CHUNKER, Chunker, Place
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.places import Place
 
 __all__ = ["DTensorExtensions", "FSDPExtensions", "set_extensions"]
 

@@ -17,7 +17,7 @@ from flatparam.resolving.settings import Resolved
 from flatparam_comm import Topology, broadcast_tensors
 from flatparam_core import BoundParameter, discover, each_module, give_data
 from flatparam_runtime import Initialise, unit_of
-from flatparam_state.values_later import ValuesLater
+from flatparam_state.forms.deferred import ValuesLater
 
 
 def own_modules(module: nn.Module, ignored: Ignored) -> list[nn.Module]:

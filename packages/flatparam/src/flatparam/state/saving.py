@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from flatparam.api import StateDictType
-from flatparam.state.settings import check_form, form_of
+from flatparam.state.form_settings import check_form, form_of
 from flatparam.wrapper.interior import Interior, inner_module
 from flatparam_core import clean_fqn
 from flatparam_runtime import Unit, inside
-from flatparam_state import clean_keys, is_sharded_tensor, state_shown
+from flatparam_state.forms.tiling import is_sharded_tensor
+from flatparam_state.model.collect import clean_keys, state_shown
 
 
 def save_state(

@@ -16,7 +16,7 @@ from flatparam.api import StateDictSettings
 from flatparam_comm import Collectives, RanksOnly, Topology, engine_of, process_group_of
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
 from flatparam_runtime import Phase, Unit, call_unit, holder_of, refuse_in_a_pass, shown, unit_of, untraced
-from flatparam_state import ModelLoad
+from flatparam_state.model.load import ModelLoad
 
 __all__ = ["Interior", "copies", "moving_shards", "process_group", "ranks_of"]
 

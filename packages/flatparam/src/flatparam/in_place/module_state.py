@@ -14,12 +14,13 @@ from torch import nn
 from flatparam.resolving.parameters import Ignored
 from flatparam.sharding.extensions import chunker
 from flatparam.sharding.placement import own_modules
-from flatparam.state.loading import streamed
+from flatparam.state.load_hooks import streamed
 from flatparam.state.saving import collected
 from flatparam_core import FlatParamError
 from flatparam_runtime import Unit, process_group_of, summon_full_params, unit_of, units_in
-from flatparam_state import FormKind, StateForm, load_model_state, state_shown
-from flatparam_state.values_later import ValuesLater
+from flatparam_state import FormKind, StateForm, load_model_state
+from flatparam_state.forms.deferred import ValuesLater
+from flatparam_state.model.collect import state_shown
 
 _LOADING: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 """The modules that `load_state` loads now, with all inside them."""

@@ -16,17 +16,10 @@ from flatparam.state.saving import modules_of_unit
 from flatparam.wrapper.interior import Interior, TreeLoad, interior_of
 from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
-from flatparam_state import (
-    ModelLoad,
-    Streamed,
-    as_tensor,
-    from_first,
-    is_tensor_like,
-    places_in,
-    places_of,
-    refused_anywhere,
-    shape_of,
-)
+from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
+from flatparam_state.model.load import ModelLoad
+from flatparam_state.places import places_in, places_of
+from flatparam_state.ranks import refused_anywhere
 
 __all__ = ["with_names_of_first"]
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from flatparam_core import FlatParameter, FlatParamHandle, Span, handle_of
 
-__all__ = ["NAMES", "OfModule", "OfShard", "SharedOfModule", "same_memory"]
-
 
 class OfModule(NamedTuple):
     """The attribute that holds an original parameter."""

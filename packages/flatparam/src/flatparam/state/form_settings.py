@@ -25,7 +25,8 @@ from flatparam.compat import as_config, as_enum
 from flatparam.sharding.extensions import chunker
 from flatparam.wrapper.interior import wrappers_in
 from flatparam_runtime import Unit, warn_caller
-from flatparam_state import OWN_CHUNKER, FormKind, StateForm
+from flatparam_state import FormKind, StateForm
+from flatparam_state.forms.chunker import OWN_CHUNKER
 
 __all__ = ["form_of", "settings_of"]
 

@@ -1,7 +1,8 @@
-"""FSDP1's handle of a flat parameter, as programs reach for it: what each of its names means for a unit."""
+"""FSDP1's handle of a flat parameter, as programs reach for it, and its names for what a wrapper is doing."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any, final
 from weakref import WeakValueDictionary
@@ -10,13 +11,45 @@ import attrs
 import torch
 from torch import nn
 
+from flatparam.compat import LikeTorchs
 from flatparam.wrapper.interior import moving_shards, process_group, ranks_of
-from flatparam_clients.flat_parameter import same_memory
-from flatparam_clients.training_state import HandleTrainingState
+from flatparam_clients.flat_parameter_names import same_memory
 from flatparam_core import FlatParamError, FlatParameter, FlatParamHandle, Residency
-from flatparam_runtime import Unit
+from flatparam_runtime import Phase, Unit
 
-__all__ = ["HandleView", "handle_views"]
+
+class TrainingState(LikeTorchs):
+    """The state of a wrapper; the members are FSDP1's."""
+
+    IDLE = enum.auto()
+    FORWARD_BACKWARD = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+    @classmethod
+    def of(cls, unit: Unit) -> TrainingState:
+        """Return the state of the wrapper of `unit`."""
+        if unit.showing.wishes is not None or unit.phase is Phase.INSPECTING:
+            return cls.SUMMON_FULL_PARAMS
+        return cls.IDLE if unit.phase is Phase.IDLE else cls.FORWARD_BACKWARD
+
+
+class HandleTrainingState(LikeTorchs):
+    """The state of a flat parameter; the members are FSDP1's."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+    @classmethod
+    def of(cls, unit: Unit) -> HandleTrainingState:
+        """Return the state of the flat parameters of `unit`."""
+        if TrainingState.of(unit) is TrainingState.SUMMON_FULL_PARAMS:
+            return cls.SUMMON_FULL_PARAMS
+        if unit.phase is Phase.BACKWARD:
+            return cls.BACKWARD_PRE if unit.residency is Residency.UNSHARDED else cls.BACKWARD_POST
+        return {Phase.FORWARD: cls.FORWARD, Phase.REDUCING: cls.BACKWARD_POST}.get(unit.phase, cls.IDLE)
 
 
 class _Sealed(type):

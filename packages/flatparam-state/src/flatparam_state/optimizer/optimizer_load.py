@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError, note_between_passes
-from flatparam_state.checksums import checksums, digest
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
-from flatparam_state.optimizer.entry import State
+from flatparam_state.optimizer.entry import State, in_blocks
 from flatparam_state.optimizer.held import (
     Held,
     Holding,
@@ -22,12 +21,16 @@ from flatparam_state.optimizer.held import (
     with_settings,
 )
 from flatparam_state.optimizer.inventory import agree_on_holdings
-from flatparam_state.optimizer.misfits import check_shapes, check_states
-from flatparam_state.optimizer.quantised import in_blocks
-from flatparam_state.optimizer.saved_states import SavedStates, arrived, has_cut_values, streamed
+from flatparam_state.optimizer.saved_states import (
+    SavedStates,
+    arrived,
+    check_shapes,
+    check_states,
+    has_cut_values,
+    streamed,
+)
 from flatparam_state.places import Place, places_in
-
-__all__ = ["load_optimizer_state"]
+from flatparam_state.ranks import checksums, digest
 
 
 @of_parts

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam.addons import tell_clients
-from flatparam.observing import debug_log, recording
+from flatparam.observing import debug_log, traces
 from flatparam.resolving.parameters import Ignored
 from flatparam.resolving.settings import Resolved, ResolvedTree
 from flatparam.sharding import extensions, placement
@@ -99,7 +99,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
-        recording.record(unit, resolved.environment.trace_folder)
+        traces.record(unit, resolved.environment.trace_folder)
     mark_for_compiler(modules)
     return unit
 

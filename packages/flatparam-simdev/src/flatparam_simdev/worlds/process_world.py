@@ -24,10 +24,7 @@ from typing import Any, TypeVar
 import attrs
 
 from flatparam_comm import RankDied, RankError, WorldTimeout
-from flatparam_simdev.worlds.child import STACKS_SIGNAL, ChildPlan, Report, run_child
-from flatparam_simdev.worlds.function import FunctionReference
-
-__all__ = ["run_processes"]
+from flatparam_simdev.worlds.child import STACKS_SIGNAL, ChildPlan, FunctionReference, Report, run_child
 
 T = TypeVar("T")
 
