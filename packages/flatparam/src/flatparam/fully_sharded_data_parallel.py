@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +36,13 @@ from flatparam.api import (
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
-from flatparam.resolving.settings import Resolved, ResolvedTree, resolve_tree
+from flatparam.resolving.settings import (
+    Resolved,
+    ResolvedTree,
+    backward_prefetch_of,
+    resolve_prefetch,
+    resolve_tree,
+)
 from flatparam.sharding.make_unit import shard_tree
 from flatparam.state import form_settings, load_hooks, optimizer, saving
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
@@ -224,7 +231,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
-        return interior.item_of(self, key)
+        # The user says that the module can be indexed.
+        return self.module[key]  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module if the wrapper has no such attribute."""
@@ -286,11 +294,11 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """When the next unit of the backward pass is gathered; a new value takes effect in the next pass."""
-        return training.backward_prefetch(self._unit)
+        return backward_prefetch_of(self._unit.plan.prefetch)
 
     @backward_prefetch.setter
     def backward_prefetch(self, when: BackwardPrefetch | None) -> None:
-        training.set_backward_prefetch(self._unit, when)
+        self._change_prefetch(backward=resolve_prefetch(False, when).backward)
 
     @property
     def forward_prefetch(self) -> int:
@@ -298,11 +306,15 @@ class FullyShardedDataParallel(nn.Module):
 
         If it is 0, an accelerator gathers units ahead all the same. A new value takes effect in the next pass.
         """
-        return training.forward_prefetch(self._unit)
+        units = self._unit.plan.prefetch.forward or 0
+        return units if units > 1 else bool(units)
 
     @forward_prefetch.setter
     def forward_prefetch(self, units: int) -> None:
-        training.set_forward_prefetch(self._unit, units)
+        self._change_prefetch(forward=int(units) or None)
+
+    def _change_prefetch(self, **changes: Any) -> None:
+        self._unit.change_plan(prefetch=attrs.evolve(self._unit.plan.prefetch, **changes))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's forward begins; `None` follows the order of the last pass."""

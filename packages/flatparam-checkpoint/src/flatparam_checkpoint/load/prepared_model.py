@@ -20,15 +20,6 @@ from flatparam_state.model_tensors import ModelTensor, model_tensors
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
-__all__ = [
-    "LoadOptions",
-    "PreparedAverages",
-    "PreparedModel",
-    "prepare_averages",
-    "prepare_model",
-    "read_part",
-]
-
 _SHOWN = 5
 
 

@@ -17,8 +17,6 @@ from flatparam_state.forms.deferred import LazyTensor, LazyValue
 from flatparam_state.model_tensors import model_tensors
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
 
-__all__ = ["PreparedOptimizer", "prepare_optimizer"]
-
 
 @final
 @attrs.frozen(eq=False)

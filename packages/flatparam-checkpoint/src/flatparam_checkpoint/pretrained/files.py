@@ -20,8 +20,6 @@ from flatparam_files.formats import Stored, StoredSource, StridedTensor
 from flatparam_runtime import Span
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
-__all__ = ["Names", "PretrainedFiles", "Fit", "fit"]
-
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the files to its name in the model; None, or an absent key of a mapping, keeps the name."""
 

@@ -33,8 +33,6 @@ from flatparam_files import CheckpointError
 from flatparam_runtime import Topology, clean_fqn, resolve_topology, telling, units_in
 from flatparam_state.forms.deferred import ValuesLater
 
-__all__ = ["PretrainedReport", "load_pretrained"]
-
 _SHOWN = 10
 _WRAPPER: Final = "flatparam"
 

@@ -18,8 +18,6 @@ from flatparam_runtime import Collectives, Span, Topology
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
-__all__ = ["read_pretrained"]
-
 
 def _nothing(done: int) -> None:
     """Observe nothing."""

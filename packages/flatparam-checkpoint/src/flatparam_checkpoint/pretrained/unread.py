@@ -14,8 +14,6 @@ from flatparam_files import Box, TensorInfo
 from flatparam_files.formats import Storage, Stored, StridedTensor, read_boxes, row_major
 from flatparam_runtime import Span
 
-__all__ = ["UnreadTensor"]
-
 
 @final
 @attrs.frozen(eq=False)

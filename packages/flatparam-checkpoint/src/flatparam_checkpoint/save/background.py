@@ -21,8 +21,6 @@ from flatparam_files import CheckpointError
 from flatparam_files.checkpoint import Committer, DirectoryLock, Ticket, report_path
 from flatparam_runtime import ExchangesValues
 
-__all__ = ["Background", "await_reports", "check_commit", "say_failed", "BackgroundSave"]
-
 _EXIT_CODE: Final = 1
 
 

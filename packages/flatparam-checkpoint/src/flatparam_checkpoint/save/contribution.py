@@ -16,8 +16,6 @@ from flatparam_files.checkpoint import RankFileWriter, RankReport, RankValue, Te
 from flatparam_files.disk import filled, make_directory
 from flatparam_runtime import Span
 
-__all__ = ["Contribution", "OwnedPiece"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -22,8 +22,6 @@ from flatparam_state.places import Place, places_in
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
-__all__ = ["Inventories", "Subject"]
-
 
 def share_of(span: Span, place: Place) -> Span:
     """Return the part of `span` that this rank writes: of equal copies, each replica writes as much."""

@@ -211,13 +211,9 @@ def fully_shard(
         if not values_later:
             _check_can_be_made(each, resolved)
     for each, resolved in zip(modules, found, strict=True):
-        _shard(each, resolved)
+        shard_resolved(each, resolved, by_hooks=True)
+        each.__class__ = class_for(type(each))
     return module
-
-
-def _shard(module: nn.Module, resolved: Resolved) -> None:
-    shard_resolved(module, resolved, by_hooks=True)
-    module.__class__ = class_for(type(module))
 
 
 def _check_module(module: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, final
 
 import attrs
@@ -114,16 +114,6 @@ class Resolved:
         is_asked_for = self.asked.mixed_precision is not None
         return self.inherited is not None and self.inherited.in_full_precision and not is_asked_for
 
-    @property
-    def sync_module_states(self) -> bool:
-        """Whether the first rank's values are sent to the others."""
-        return bool(self.asked.sync_module_states)
-
-    @property
-    def param_init_fn(self) -> Callable[[nn.Module], None] | None:
-        """The function that gives a module on the meta device its values."""
-        return self.asked.param_init_fn
-
 
 def _warn_of_calls(module: nn.Module) -> None:
     """Warn of a module that is not called when its parameters are used, since calls gather them."""
@@ -156,7 +146,9 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     """
     _warn_of_calls(module)
     environment = Environment.read() if inherited is None else inherited.environment
-    asked = _strategy(arguments)
+    asked = ShardingStrategy.FULL_SHARD
+    if arguments.sharding_strategy is not None:
+        asked = as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
     for name in _FLAGS:
         # "false" of a configuration file would count as true.
         if isinstance(getattr(arguments, name), str):
@@ -172,7 +164,8 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     else:
         is_whole_model = arguments.auto_wrap_policy is not None
         rules = resolve_rules(module, arguments.layout, is_whole_model=is_whole_model)
-    offload = resolve_offload(arguments.cpu_offload)
+    cpu_offload: Any = arguments.cpu_offload
+    offload = cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params
     device = resolve_device(arguments.device_id, module, ignored, offload=offload)
     topology, strategy = resolve_groups(
         asked,
@@ -209,12 +202,6 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     return Resolved(arguments, strategy, plan, ignored, device, mixed, environment, inherited, rules)
 
 
-def _strategy(arguments: Arguments) -> ShardingStrategy:
-    if arguments.sharding_strategy is None:
-        return ShardingStrategy.FULL_SHARD
-    return as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
-
-
 def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: Topology) -> None:
     """Say once for a tree of wrappers that `NO_SHARD` is deprecated; one rank shards nothing in any case."""
     is_passed_on = isinstance(arguments.process_group, Topology)
@@ -223,15 +210,6 @@ def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: T
             "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
             FutureWarning,
         )
-
-
-def resolve_offload(cpu_offload: Any) -> bool:
-    """Return whether shards live in CPU memory.
-
-    Raises:
-        TypeError: for anything but a `CPUOffload` or `None`.
-    """
-    return cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params
 
 
 def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:

@@ -79,7 +79,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     initialise = placement.initialiser(module, resolved) if is_deferred else None
     if resolved.device is not None:
         placement.move(tensors, resolved.device)
-    if resolved.sync_module_states and initialise is None:
+    if resolved.asked.sync_module_states and initialise is None:
         placement.broadcast_from_first(resolved.plan.topology, tensors)
     unit = shard_module(
         module,

@@ -69,7 +69,7 @@ def is_deferred(tensors: Iterable[Tensor], resolved: Resolved) -> bool:
     """
     deferred = any(tensor.is_meta for tensor in tensors)
     topology = resolved.plan.topology
-    if resolved.sync_module_states:
+    if resolved.asked.sync_module_states:
         for group in reversed(topology.groups):
             deferred = any(group.exchange(deferred, label="which ranks are on the meta device"))
     return deferred
@@ -88,8 +88,8 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
         ignored_parameters=ignored.parameters,
         skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
     )
-    topology = resolved.plan.topology if resolved.sync_module_states else None
-    asked, device = resolved.param_init_fn, resolved.device or torch.device("cpu")
+    topology = resolved.plan.topology if resolved.asked.sync_module_states else None
+    asked, device = resolved.asked.param_init_fn, resolved.device or torch.device("cpu")
     later = asked if isinstance(asked, ValuesLater) else ValuesLater.of((), asked)
     return _Initialiser(module, ignored, later.function, device, topology, bound, later)
 

@@ -78,12 +78,6 @@ def module_of(self: nn.Module) -> nn.Module:
     return inner if checkpointed is None else checkpointed
 
 
-def item_of(self: nn.Module, key: Any) -> Any:
-    """Index the wrapped module."""
-    # The user says that the module can be indexed.
-    return module_of(self)[key]  # type: ignore[index]
-
-
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the wrapped module if `module` is a wrapper, otherwise `module` itself."""
     inner = module._modules.get(FSDP_WRAPPED_MODULE) if interior_of(module) is not None else None

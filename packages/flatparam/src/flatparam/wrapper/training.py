@@ -10,31 +10,8 @@ from typing import Any, final
 import attrs
 from torch import nn
 
-from flatparam.api import BackwardPrefetch
-from flatparam.resolving.settings import backward_prefetch_of, resolve_prefetch
 from flatparam.wrapper.interior import unit_inside
 from flatparam_runtime import FlatParamError, HookStage, Unit
-
-
-def backward_prefetch(unit: Unit) -> BackwardPrefetch | None:
-    """Return when the next unit of the backward pass is gathered."""
-    return backward_prefetch_of(unit.plan.prefetch)
-
-
-def set_backward_prefetch(unit: Unit, when: Any) -> None:
-    """Choose when the next unit of the backward pass is gathered; `None` is when it is needed."""
-    _change(unit, backward=resolve_prefetch(False, when).backward)
-
-
-def forward_prefetch(unit: Unit) -> int:
-    """Return whether the next unit is gathered in the forward pass, by every device; how many, if more than one."""
-    units = unit.plan.prefetch.forward or 0
-    return units if units > 1 else bool(units)
-
-
-def set_forward_prefetch(unit: Unit, units: int) -> None:
-    """Choose how many units are gathered ahead in the forward pass; without any, the device chooses."""
-    _change(unit, forward=int(units) or None)
 
 
 def set_units_to_forward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
@@ -49,10 +26,6 @@ def set_units_to_backward_prefetch(unit: Unit, modules: Iterable[nn.Module] | No
 
 def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
     return None if modules is None else [unit_inside(module) for module in modules]
-
-
-def _change(unit: Unit, **changes: Any) -> None:
-    unit.change_plan(prefetch=attrs.evolve(unit.plan.prefetch, **changes))
 
 
 @final

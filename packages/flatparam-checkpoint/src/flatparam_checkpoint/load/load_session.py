@@ -30,8 +30,6 @@ from flatparam_files.checkpoint import (
 from flatparam_runtime import ExchangesValues, warn_caller
 from flatparam_state.at_rest import bring_to_rest
 
-__all__ = ["Loaded", "rank_extra_of", "Prepared", "prepare", "load_checkpoint"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -18,8 +18,6 @@ from flatparam_runtime import ExchangesValues
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in
 
-__all__ = ["check_optimizers", "check_space", "Saver"]
-
 
 def check_optimizers(subject: Subject, contribution: Contribution, told: Sequence[Inventories]) -> None:
     """Refuse to save if a rank's optimizer lacks what another's has, of the ranks that share a model.
