@@ -19,8 +19,8 @@ from house import ADDONS, LAYERS, PACKAGES, TOOLS, read_toml, tested_with
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` add-ons and tools may use, too; all of flatparam-files is open, comm may use the worlds of
-# simdev, and the wrapper's first two are public.
+# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there; all of
+# flatparam-files is open, comm may use the worlds of simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-simdev": ("worlds",),
     "flatparam-files": ("checkpoint", "command", "disk", "formats"),
@@ -169,11 +169,12 @@ class Package:
         return table
 
     def public_names(self, submodule: str = "") -> set[str] | None:
-        """Return the `__all__` of the package or of one of its modules; None where there is none."""
+        """Return the public names of the package or of one of its modules: its `__all__`, or what a module defines."""
         base = self.path / "src" / self.module / submodule
         for path in (base / "__init__.py", base.with_suffix(".py")):
             if path.exists():
-                return _dunder_all(ast.parse(path.read_text(encoding="utf-8")))
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                return _dunder_all(tree) or (_defined(tree) if path.name != "__init__.py" else None)
         return None
 
 
@@ -260,6 +261,18 @@ def _dunder_all(tree: ast.Module) -> set[str] | None:
             strings = [n.value for n in ast.walk(value) if isinstance(n, ast.Constant)] if value else []
             names = (names or set()) | {text for text in strings if isinstance(text, str)}
     return names
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines at its top, but for private ones."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {name for name in names if not name.startswith("_")}
 
 
 def _is_or_is_under(name: str, module: str) -> bool:
@@ -478,7 +491,7 @@ class _Annotations:
                             mentioned.setdefault(target.id, set()).update(_mentioned(node))
                             own |= _mentioned(node)
                 if source.path.name == "names.py":
-                    names |= _dunder_all(source.tree) or set()
+                    names |= _dunder_all(source.tree) or _defined(source.tree)
         return cls(mentioned, classes, of_package, names)
 
     def reached_from(self, package: Package) -> set[str]:

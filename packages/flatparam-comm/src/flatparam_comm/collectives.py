@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Collectives", "ExchangesValues", "Parts", "Pending", "ReduceOp", "TakesParts", "takes_parts"]
-
 
 class ReduceOp(enum.Enum):
     """The reduction of several ranks' values to one. There is no mean: divide before or after a SUM."""

@@ -7,21 +7,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-__all__ = [
-    "CollectiveError",
-    "CommError",
-    "DeadlockError",
-    "MismatchError",
-    "PeerError",
-    "RankDied",
-    "RankError",
-    "RemoteFailure",
-    "WorldTimeout",
-    "cause_among",
-    "describe_call",
-    "told_steps",
-]
-
 
 class CommError(RuntimeError):
     """Catch this to catch every error of this package that is not a mistake in one call's arguments."""

@@ -7,8 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["host_identity"]
-
 
 def host_identity() -> tuple[str, ...]:
     """Return a value that is equal for two processes exactly if one can find the other by its process id.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from flatparam_comm.collectives import Pending
 
-__all__ = ["COMPLETED", "CompletedPending", "ContinuedPending", "copied"]
-
 
 @final
 @attrs.frozen

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["said_by_ranks", "told_by_ranks", "told_ranks"]
-
 #: Ranks in a row that are written as a range, and ranks that say the same which become one entry.
 _MANY: Final = 5
 #: The entries of a message; the ranks of the others are counted.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 
-__all__ = ["make_sealed_memory"]
-
 
 def make_sealed_memory(name: str, nbytes: int) -> int:
     """Return the descriptor of a new file in memory, all zeros; pages that nobody writes take none.

@@ -13,8 +13,6 @@ from flatparam_comm import checks
 from flatparam_comm.collectives import Pending, ReduceOp
 from flatparam_comm.pending import COMPLETED, copied
 
-__all__ = ["SingleCollectives"]
-
 
 @final
 @attrs.frozen

@@ -54,8 +54,6 @@ from flatparam_core.storage import (
     kind_of,
 )
 
-__all__ = ["FlatParamHandle"]
-
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 

@@ -37,8 +37,6 @@ from flatparam_runtime.unit import (
     units_in,
 )
 
-__all__ = ["Initialise", "no_sync", "observe", "shard_module", "skipped_steps"]
-
 Initialise: TypeAlias = "Callable[[Callable[[str, Tensor], None]], None]"
 """Is given a function `pack(name, value)` and calls it for every parameter of the unit."""
 

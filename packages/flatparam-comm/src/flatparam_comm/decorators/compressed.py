@@ -15,8 +15,6 @@ from flatparam_comm.decorators.forwarding import ForwardingCollectives
 from flatparam_comm.pending import ContinuedPending
 from flatparam_comm.transfer.marks import keep
 
-__all__ = ["CompressedCollectives"]
-
 
 @final
 class CompressedCollectives(ForwardingCollectives):

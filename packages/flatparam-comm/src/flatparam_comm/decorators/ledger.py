@@ -24,8 +24,6 @@ from typing import final
 import attrs
 import torch
 
-__all__ = ["ByteLedger", "Totals", "Transfer", "sent_nbytes"]
-
 
 @final
 @attrs.frozen

@@ -12,8 +12,6 @@ from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, Ta
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 from flatparam_comm.decorators.ledger import ByteLedger, Transfer, sent_nbytes
 
-__all__ = ["RecordingCollectives"]
-
 
 @final
 class RecordingCollectives(ForwardingCollectives):

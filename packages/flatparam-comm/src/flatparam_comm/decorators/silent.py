@@ -12,8 +12,6 @@ from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 from flatparam_comm.pending import COMPLETED, copied
 
-__all__ = ["SilentCollectives"]
-
 
 @final
 class SilentCollectives(ForwardingCollectives):

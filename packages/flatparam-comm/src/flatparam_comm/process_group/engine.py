@@ -28,12 +28,6 @@ if dist.is_available() and not dist.is_initialized():
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "ProcessGroupCollectives",
-    "engine_of",
-    "process_group_of",
-]
-
 T = TypeVar("T")
 _REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["exchange_bytes"]
-
 
 def exchange_bytes(
     mine: bytes,

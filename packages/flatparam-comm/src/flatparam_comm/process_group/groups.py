@@ -31,25 +31,6 @@ from flatparam_comm.process_group.exchanging import exchange_bytes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "barrier",
-    "cpu_backend",
-    "current_device",
-    "default_group",
-    "exchange",
-    "group_named",
-    "group_or_default",
-    "has_cpu_backend",
-    "is_between_processes",
-    "members_of",
-    "name_of",
-    "new_subgroup",
-    "served_store_of",
-    "stop_waiting",
-    "store_of",
-    "timeout_of",
-]
-
 #: The backends whose groups are of several processes.
 _BETWEEN_PROCESSES: Final = ("gloo", "nccl", "xccl", "mpi", "ucc")
 

@@ -28,8 +28,6 @@ import attrs
 from flatparam_comm.errors import CollectiveError, describe_call
 from flatparam_comm.threads.rng import GeneratorStates
 
-__all__ = ["Baton", "ErrorFactory", "Waiting"]
-
 #: Makes the error that a rank is to raise, from (the rank in the world, op, label).
 ErrorFactory = Callable[[int, str, str], CollectiveError]
 

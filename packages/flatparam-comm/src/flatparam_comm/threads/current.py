@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from flatparam_comm.collectives import Collectives
 
-__all__ = ["current_collectives", "set_current_collectives"]
-
 
 class _Current(threading.local):
     collectives: Collectives | None = None

@@ -23,8 +23,6 @@ from flatparam_comm.threads.transfer import (
     stage_reduction,
 )
 
-__all__ = ["ThreadCollectives", "ThreadWorld"]
-
 
 @final
 class ThreadWorld:

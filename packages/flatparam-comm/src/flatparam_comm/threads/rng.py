@@ -13,8 +13,6 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["GeneratorStates", "accelerator_in_use"]
-
 
 def accelerator_in_use() -> Any | None:
     """Return the module of the accelerator (`torch.cuda`, `torch.xpu`, ...) if there is one and it is initialised."""

@@ -18,8 +18,6 @@ from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import CollectiveError, MismatchError
 from flatparam_comm.transfer.marks import follow, keep, mark
 
-__all__ = ["Cargo", "Staged", "stage_all_gather", "stage_all_to_all", "stage_broadcast", "stage_reduction"]
-
 
 @attrs.define(eq=False)
 class Cargo:

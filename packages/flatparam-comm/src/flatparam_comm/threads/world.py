@@ -31,8 +31,6 @@ from flatparam_comm.threads.current import set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
 from flatparam_comm.threads.rng import GeneratorStates, accelerator_in_use
 
-__all__ = ["run_threads"]
-
 T = TypeVar("T")
 
 #: Seconds for a stopped world to unwind. A rank in a long computation cannot be interrupted, and the others cannot run

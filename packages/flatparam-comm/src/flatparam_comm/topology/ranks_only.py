@@ -11,8 +11,6 @@ from torch import Tensor
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.errors import CollectiveError
 
-__all__ = ["HasRanks", "RanksOnly"]
-
 
 class HasRanks(Protocol):
     """The two methods of torch's process groups that a stand-in has, as tests of wrapping make them."""

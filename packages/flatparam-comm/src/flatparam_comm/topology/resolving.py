@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["resolve_topology", "with_shared_memory"]
-
 
 def resolve_topology(
     where: ProcessGroup

@@ -15,8 +15,6 @@ from flatparam_comm.rank_texts import told_by_ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Topology"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ import torch
 
 from flatparam_comm.transfer.device import Copies, Mark
 
-__all__ = ["Streams"]
-
 
 @final
 @attrs.frozen(eq=False)

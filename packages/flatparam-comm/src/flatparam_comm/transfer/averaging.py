@@ -8,8 +8,6 @@ from typing import Final, final
 import attrs
 import torch
 
-__all__ = ["Averaging", "averaging_over", "gradient_divisors", "split_divisor"]
-
 _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
 """The dtypes in whose range sums of gradients stay without a division before the sum."""
 

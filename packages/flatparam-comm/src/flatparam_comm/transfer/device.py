@@ -14,8 +14,6 @@ from typing import Protocol, final
 import attrs
 import torch
 
-__all__ = ["Copies", "Mark", "OnDevice"]
-
 
 class Mark(Protocol):
     """A point in a stream, after all work that was queued there before."""

@@ -16,8 +16,6 @@ from flatparam_comm.transfer.streams import streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_shards
 from flatparam_core import FlatParamHandle, Residency
 
-__all__ = ["Gather"]
-
 _IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["follow", "keep", "mark"]
-
 
 def mark(tensor: Tensor) -> torch.Event | None:
     """Return this point of the current stream of an accelerator's tensor; None for the CPU."""

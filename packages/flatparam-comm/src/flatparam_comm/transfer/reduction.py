@@ -23,8 +23,6 @@ from flatparam_core import FlatParamHandle, Threshold
 
 _GRADIENTS: Final = operator.attrgetter("gradients")
 
-__all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
-
 PART_NBYTES: Final = Threshold(
     "runtime.part_nbytes",
     2**14,

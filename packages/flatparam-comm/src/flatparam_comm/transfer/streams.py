@@ -14,8 +14,6 @@ import torch
 from flatparam_comm.transfer.accelerator import Streams
 from flatparam_comm.transfer.device import Copies, OnDevice
 
-__all__ = ["NoStreams", "acting_as", "streams_of"]
-
 
 @final
 @attrs.frozen

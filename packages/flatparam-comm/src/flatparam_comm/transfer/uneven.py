@@ -15,8 +15,6 @@ from flatparam_comm.collectives import Collectives, Pending
 from flatparam_comm.pending import ContinuedPending
 from flatparam_core import FlatLayout, FlatParamError
 
-__all__ = ["check_even", "gather_shards", "scatter_sums"]
-
 
 def gather_shards(
     group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""

@@ -14,13 +14,10 @@ from torch import nn
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import Faces, give_values, new_values
-from flatparam_core.exposure.replaced import replaced
-from flatparam_core.exposure.sites import Sites
+from flatparam_core.exposure.sites import Sites, replaced
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import ShardPieces
 from flatparam_core.storage import add_to_grad, give_data
-
-__all__ = ["OriginalExposure"]
 
 _GRAD: Final = operator.attrgetter("grad")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")

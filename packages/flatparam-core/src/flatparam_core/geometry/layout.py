@@ -18,11 +18,8 @@ import torch
 
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.placing import check_shares, place
-from flatparam_core.geometry.rules import CHUNK, ELEMENT
 from flatparam_core.geometry.spans import Span
-from flatparam_core.geometry.specs import ParamSpec
-
-__all__ = ["FlatLayout", "FlatParamShardMetadata", "Fragment", "Slot", "shard_metadata"]
+from flatparam_core.geometry.specs import CHUNK, ELEMENT, ParamSpec
 
 _NOTHING: Final = Span(0, 0)
 _BLOCKS: Final = "_flatparam_blocks"

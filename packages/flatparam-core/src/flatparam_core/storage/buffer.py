@@ -11,8 +11,6 @@ from typing_extensions import Self
 
 from flatparam_core.geometry import FlatLayout, Slot
 
-__all__ = ["BufferPool", "FlatBuffer", "slot_view"]
-
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can hand memory from one storage to another; if not, nothing is kept."""
 

@@ -20,8 +20,6 @@ from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer, slot_view
 from flatparam_core.storage.precision import Precision
 
-__all__ = ["FullForm", "FullForms", "kind_of"]
-
 _GRAD: Final = operator.attrgetter("grad")
 _MEMORY: Final = operator.attrgetter("layout")
 

@@ -17,8 +17,6 @@ from flatparam_core.geometry import FlatLayout, Unflattened
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.thresholds import Threshold
 
-__all__ = ["GradientLedger", "add_to_grad"]
-
 
 @functools.cache
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

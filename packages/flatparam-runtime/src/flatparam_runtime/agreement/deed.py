@@ -10,8 +10,6 @@ import attrs
 
 from flatparam_comm import FlatParamHandle, Topology
 
-__all__ = ["Acting", "Deed", "DeedKind"]
-
 DeedKind: TypeAlias = Literal["step", "gather", "reduce", "train"]
 
 

@@ -13,8 +13,6 @@ import attrs
 from flatparam_comm import Threshold, Topology, Transitions
 from flatparam_runtime.agreement.deed import Acting, Deed, DeedKind
 
-__all__ = ["FLAGS", "PROGRESS", "Fingerprint", "Progress"]
-
 FLAGS: Final = 16
 """The number of bytes by which fingerprints are compared."""
 

@@ -10,8 +10,6 @@ from torch import nn
 from flatparam_comm import FlatParameter, clean_fqn, owner_of
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["names_left_whole", "warn_of_newcomers"]
-
 
 def names_left_whole(module: nn.Module) -> frozenset[str]:
     """Return the names of the parameters below `module` that no unit holds."""

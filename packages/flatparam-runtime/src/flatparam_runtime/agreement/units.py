@@ -14,8 +14,6 @@ from flatparam_comm import Topology, told_by_ranks, told_ranks
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["agree_on_units"]
-
 
 @final
 @attrs.frozen

@@ -45,8 +45,6 @@ from flatparam_runtime.unit import (
     running_calls,
 )
 
-__all__ = ["after_forward", "before_forward", "call_between", "call_unit", "cast_output"]
-
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",
     2**22,

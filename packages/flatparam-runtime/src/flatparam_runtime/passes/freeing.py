@@ -8,8 +8,6 @@ from flatparam_comm import Residency
 from flatparam_runtime.passes.order import ForwardPass
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
 
-__all__ = ["Juncture", "free", "may_free"]
-
 
 class Juncture(enum.Enum):
     """A moment of a pass at which a unit's full parameters may go."""

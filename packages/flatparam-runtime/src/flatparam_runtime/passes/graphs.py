@@ -13,8 +13,6 @@ from flatparam_comm import FlatParamError, FlatParamHandle, clean_fqn
 from flatparam_runtime.autograd import CALL
 from flatparam_runtime.unit import InnerCall, Unit
 
-__all__ = ["check_no_graphs"]
-
 _CALLS: Final = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
 """The code of torch's functions that call a module, which is their `self`."""
 _SETTINGS: Final = "get_compiler_config"

@@ -9,8 +9,6 @@ import attrs
 
 from flatparam_runtime.unit import Unit
 
-__all__ = ["ForwardPass", "next_forward"]
-
 
 @final
 @attrs.define(eq=False)

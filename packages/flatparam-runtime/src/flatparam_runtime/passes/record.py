@@ -10,8 +10,6 @@ import attrs
 from flatparam_comm import Averaging, Transitions
 from flatparam_runtime.unit import ForwardCall, Unit
 
-__all__ = ["STAGES", "LeafKey", "Stage", "UnitBackward"]
-
 LeafKey: TypeAlias = tuple[int, int]
 """A leaf of a unit: the number of its handle, and its index there."""
 

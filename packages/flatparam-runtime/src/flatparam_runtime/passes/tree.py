@@ -33,8 +33,6 @@ from flatparam_runtime.unit import (
     unit_of,
 )
 
-__all__ = ["ROOT_NAME", "UnitTree", "tree_and_backward", "tree_of"]
-
 ROOT_NAME = "(root)"
 """The name of the root unit in labels, events and messages."""
 

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-__all__ = ["ForwardCall", "calls_module", "running_calls"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

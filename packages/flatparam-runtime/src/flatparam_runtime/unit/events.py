@@ -8,8 +8,6 @@ import attrs
 
 from flatparam_runtime.unit.phases import Phase
 
-__all__ = ["Event", "EventKind", "EventLog", "Instrument"]
-
 EventKind = Literal["unshard", "use", "reshard", "reduce", "finish", "take over"]
 
 

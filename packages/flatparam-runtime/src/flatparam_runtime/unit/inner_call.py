@@ -10,8 +10,6 @@ from torch import nn
 
 from flatparam_runtime.autograd import CALL
 
-__all__ = ["InnerCall"]
-
 U = TypeVar("U")
 
 

@@ -28,8 +28,6 @@ from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.inner_call import InnerCall
 
-__all__ = ["InnerCalls", "LeafWatch", "UnitModule", "leaf_watches", "next_number"]
-
 _GRAD: Final = operator.attrgetter("grad")
 
 

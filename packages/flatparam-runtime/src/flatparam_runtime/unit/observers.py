@@ -12,8 +12,6 @@ from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.unit.events import Event, EventKind, Instrument
 from flatparam_runtime.unit.phases import Phase
 
-__all__ = ["Observers"]
-
 
 @runtime_checkable
 class _Waits(Protocol):
