@@ -19,11 +19,28 @@ from house import ADDONS, LAYERS, PACKAGES, TOOLS, read_toml, tested_with
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there; all of
-# flatparam-files is open, comm may use the worlds of simdev, and the wrapper's first two are public.
+# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there. Comm
+# may use the worlds of simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-simdev": ("worlds",),
-    "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-files": (
+        "checkpoint.commit",
+        "checkpoint.directory",
+        "checkpoint.fields",
+        "checkpoint.lock",
+        "checkpoint.manifest",
+        "checkpoint.rank_part",
+        "checkpoint.reader",
+        "checkpoint.values",
+        "command",
+        "disk.limits",
+        "disk.source",
+        "disk.system",
+        "formats.hugging_face",
+        "formats.output",
+        "formats.stored.stored_tensors",
+        "formats.stored.whole_sources",
+    ),
     "flatparam-comm": (
         "checks",
         "collectives",

@@ -11,7 +11,7 @@ import attrs
 from typing_extensions import Self
 
 from flatparam_files import CheckpointError
-from flatparam_files.disk import free_nbytes
+from flatparam_files.disk.system import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state.ranks import CALL, differing
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import EXTRA_STATE
+from flatparam_files.checkpoint.manifest import EXTRA_STATE
 from flatparam_runtime import clean_fqn
 
 if TYPE_CHECKING:

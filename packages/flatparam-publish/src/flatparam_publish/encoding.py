@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_files.disk import bytes_view
+from flatparam_files.disk.system import bytes_view
 from flatparam_publish.publish_error import PublishError
 
 _HEADER: Final = struct.Struct("<IB3xQ4I")

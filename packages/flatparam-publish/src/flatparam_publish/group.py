@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_files.disk import bytes_view
+from flatparam_files.disk.system import bytes_view
 from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.gathering import PUBLISH_NBYTES

@@ -19,8 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flatparam_runtime import FlatParamError, FlatParamHandle, Phase, clean_fqn, refuse_in_a_pass, units_in
 from flatparam_state.places import Place, places_in
 
-__all__ = ["bring_to_rest"]
-
 
 def bring_to_rest(model: nn.Module) -> None:
     """Free the full parameters of `model`, none of whose units may be in use.

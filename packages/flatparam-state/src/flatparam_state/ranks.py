@@ -23,9 +23,6 @@ from flatparam_runtime import (
 )
 from flatparam_state.forms.deferred import is_ordinary
 
-__all__ = ["CALL", "differing", "ranks_of", "refused_anywhere", "topology_of"]
-
-
 CALL: Final = "call"
 """The name of the call itself, among its arguments."""
 _MOST_TOLD: Final = 3

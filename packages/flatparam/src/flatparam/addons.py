@@ -11,9 +11,6 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Final, final
 
-__all__ = ["fulfil", "lazily", "load"]
-
-
 GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
 _KNOWN: Final = {

@@ -19,14 +19,9 @@ from flatparam_checkpoint.load.prepared_model import (
 from flatparam_checkpoint.load.prepared_optimizer import PreparedOptimizer, prepare_optimizer
 from flatparam_checkpoint.save.subject import Subject
 from flatparam_files import CheckpointError, CheckpointReader
-from flatparam_files.checkpoint import (
-    MANIFEST,
-    CheckpointDirectory,
-    Manifest,
-    deletion_of,
-    read_manifest,
-    what_it_says,
-)
+from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
+from flatparam_files.checkpoint.manifest import MANIFEST, Manifest
+from flatparam_files.checkpoint.reader import deletion_of, what_it_says
 from flatparam_runtime import ExchangesValues, warn_caller
 from flatparam_state.at_rest import bring_to_rest
 

@@ -10,7 +10,7 @@ import attrs
 
 from flatparam_checkpoint.save.save_session import Saver
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import check_step
+from flatparam_files.checkpoint.fields import check_step
 from flatparam_runtime import Collectives, ExchangesValues, survivors_of
 
 _HINT: Final = "resume from the latest checkpoint"

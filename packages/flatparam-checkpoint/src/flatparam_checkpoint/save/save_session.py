@@ -12,8 +12,9 @@ from flatparam_checkpoint.save.background import BackgroundSave
 from flatparam_checkpoint.save.contribution import Contribution
 from flatparam_checkpoint.save.subject import Inventories, Subject
 from flatparam_files import CheckpointError, OnMoment, join_path
-from flatparam_files.checkpoint import Committer, Ticket
-from flatparam_files.disk import free_nbytes
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.rank_part import Ticket
+from flatparam_files.disk.system import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state.optimizer import Inventory, complete_groups, first_hole, group_numbers
 from flatparam_state.places import places_in

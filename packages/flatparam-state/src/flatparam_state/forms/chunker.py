@@ -15,8 +15,6 @@ from flatparam_state.places import Place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Chunker", "OWN_CHUNKER"]
-
 
 class Chunker(Protocol):
     """Between full tensors and torch's sharded ones; FSDP1's extension point has the same four."""

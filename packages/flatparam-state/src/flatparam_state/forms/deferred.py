@@ -17,17 +17,6 @@ from flatparam_runtime import (
     broadcast_tensors,
 )
 
-__all__ = [
-    "LazyTensor",
-    "LazyValue",
-    "Streamed",
-    "ValuesLater",
-    "as_tensor",
-    "from_first",
-    "is_tensor_like",
-    "shape_of",
-]
-
 
 class LazyValue(abc.ABC):
     """A value in a file, which is read when it is needed."""

@@ -37,9 +37,6 @@ from flatparam_state.forms.flat_tensor import FlatTensor
 from flatparam_state.forms.tiling import Tiling, cut, gathered, holders_of, is_sharded_tensor
 from flatparam_state.places import Place, gather
 
-__all__ = ["Wanted"]
-
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 

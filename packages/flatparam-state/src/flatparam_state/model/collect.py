@@ -26,8 +26,6 @@ from flatparam_state.forms.flat_tensor import FlatTensor
 from flatparam_state.forms.state_form import FormKind, StateForm, Wanted
 from flatparam_state.places import Place, gather, places_in, places_of, shard_of
 
-__all__ = ["StandIns", "clean_keys", "state_shown"]
-
 IN_FLAT: Final = "flatparam"
 """In the metadata of a module in a local state: for each of its flat parameters, the names of those in it, in order."""
 

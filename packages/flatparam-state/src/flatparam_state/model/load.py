@@ -31,8 +31,6 @@ from flatparam_state.model.collect import IN_FLAT, local_name
 from flatparam_state.places import Place, places_in
 from flatparam_state.ranks import checksums, refused_anywhere
 
-__all__ = ["ModelLoad"]
-
 _OURS: Final = frozenset(
     {"flatparam", "flatparam_state", "flatparam_runtime", "flatparam_comm", "flatparam_core"}
 )

@@ -17,8 +17,6 @@ from flatparam_runtime import FlatParamError, clean_fqn, part_states_of
 from flatparam_state.optimizer.entry import State, is_equal
 from flatparam_state.places import Place, places_in
 
-__all__ = ["Held", "Holding", "held_parameters"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
 from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
@@ -99,38 +100,27 @@ _NO_MIXED_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | Ranks | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
-    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
-    nonfinite: Nonfinite = ...,
-    layout: LayoutPolicy | RuleFunction | None = ...,
-    values_later: bool = ...,
-) -> FSDPModule: ...
+class _Settings(TypedDict, total=False):
+    """The arguments of `fully_shard` beside the module."""
+
+    mesh: DeviceMesh | Ranks | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy | PolicyOfTorch
+    offload_policy: OffloadPolicy | PolicyOfTorch
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: object
+    nonfinite: Nonfinite
+    layout: LayoutPolicy | RuleFunction | None
+    values_later: bool
 
 
 @overload
-def fully_shard(
-    module: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh | Ranks | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
-    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
-    nonfinite: Nonfinite = ...,
-    layout: LayoutPolicy | RuleFunction | None = ...,
-    values_later: bool = ...,
-) -> Sequence[FSDPModule]: ...
+def fully_shard(module: nn.Module, **settings: Unpack[_Settings]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: Sequence[nn.Module], **settings: Unpack[_Settings]) -> Sequence[FSDPModule]: ...
 
 
 def fully_shard(

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["FSDPModule", "class_for"]
-
 
 class FSDPModule(_Base):
     """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.

@@ -19,9 +19,6 @@ import torch.distributed as dist
 from flatparam_comm import current_collectives
 from flatparam_runtime import Event, Unit
 
-__all__ = ["SimpleProfiler"]
-
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ import attrs
 
 from flatparam.addons import load
 
-__all__ = ["Curve", "Picture", "Piece", "columns", "shown_flops", "shown_nbytes", "shown_seconds"]
-
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns: the first to the left, the others to the right."""

@@ -19,9 +19,6 @@ from flatparam.observing.debug_log import rank_here
 from flatparam.observing.picture import Curve, Picture, Piece
 from flatparam_runtime import BackwardOrder, Event, Unit, observe, units_in
 
-__all__ = ["nothing_recorded"]
-
-
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"
 WAITING: Final = "waiting"

@@ -19,14 +19,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import Self, override
 
 from flatparam.resolving.parameters import Ignored
+from flatparam.sharding.placement import bound_parameters
 from flatparam_comm import FlatParamError, ProcessGroupCollectives, process_group_of
-from flatparam_core import PRESENTER, BoundParameter, discover, owner_of
-from flatparam_runtime import unit_of
+from flatparam_core import PRESENTER, BoundParameter, owner_of
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
 from flatparam_state.places import Place
-
-__all__ = ["DTensorExtensions", "FSDPExtensions", "set_extensions"]
-
 
 _PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
 _extensions: FSDPExtensions | None = None
@@ -45,12 +42,7 @@ def needs_extensions(tensors: Iterable[Tensor]) -> bool:
 
 def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
-    bound = discover(
-        module,
-        ignored_parameters=ignored.parameters,
-        skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
-    )
-    for b in bound:
+    for b in bound_parameters(module, ignored):
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
         plain, present = _taken_apart(b)

@@ -26,6 +26,15 @@ def own_modules(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
     return [child for child in below if child not in ignored.modules]
 
 
+def bound_parameters(module: nn.Module, ignored: Ignored) -> tuple[BoundParameter, ...]:
+    """Return the parameters in `module` that are neither ignored nor in a unit below it, with what holds each."""
+    return discover(
+        module,
+        ignored_parameters=ignored.parameters,
+        skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
+    )
+
+
 def own_tensors(modules: Iterable[nn.Module], ignored: Ignored) -> Iterator[torch.Tensor]:
     """The parameters and buffers that `modules` register, each once, but for those that are ignored or sharded."""
     seen: set[int] = set()
@@ -83,11 +92,7 @@ def initialiser(module: nn.Module, resolved: Resolved) -> Initialise:
     let go before the next is made.
     """
     ignored = resolved.ignored
-    bound = discover(
-        module,
-        ignored_parameters=ignored.parameters,
-        skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
-    )
+    bound = bound_parameters(module, ignored)
     topology = resolved.plan.topology if resolved.asked.sync_module_states else None
     asked, device = resolved.asked.param_init_fn, resolved.device or torch.device("cpu")
     later = asked if isinstance(asked, ValuesLater) else ValuesLater.of((), asked)

@@ -28,8 +28,6 @@ from flatparam_runtime import Unit, warn_caller
 from flatparam_state import FormKind, StateForm
 from flatparam_state.forms.chunker import OWN_CHUNKER
 
-__all__ = ["form_of", "settings_of"]
-
 _CONFIGS: Final = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),

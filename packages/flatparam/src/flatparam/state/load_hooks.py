@@ -21,8 +21,6 @@ from flatparam_state.model.load import ModelLoad
 from flatparam_state.places import places_in, places_of
 from flatparam_state.ranks import refused_anywhere
 
-__all__ = ["with_names_of_first"]
-
 
 def attach_loading(wrapper: nn.Module) -> None:
     """Have `wrapper` take part in torch's own loading."""

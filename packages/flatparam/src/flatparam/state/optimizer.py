@@ -17,8 +17,6 @@ from flatparam_core import FlatParamError
 from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict
 from flatparam_state.places import places_in
 
-__all__ = ["check_group", "to_load"]
-
 
 def optim_form(model: nn.Module) -> StateForm:
     """Return the form of optimizer state that the settings of the wrappers in `model` ask for."""

@@ -18,9 +18,6 @@ from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
 from flatparam_runtime import Phase, Unit, call_unit, holder_of, refuse_in_a_pass, shown, unit_of, untraced
 from flatparam_state.model.load import ModelLoad
 
-__all__ = ["Interior", "copies", "moving_shards", "process_group", "ranks_of"]
-
-
 _INTERIOR = "_interior"
 """The attribute of a wrapper that holds it."""
 

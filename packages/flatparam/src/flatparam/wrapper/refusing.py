@@ -14,8 +14,6 @@ from flatparam.wrapper.interior import ranks_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Phase, Unit, holder_of_parameter, unit_of
 
-__all__ = ["asking_names"]
-
 _asks_names: contextvars.ContextVar[bool] = contextvars.ContextVar("_asks_names", default=False)
 
 _BEFORE = (
