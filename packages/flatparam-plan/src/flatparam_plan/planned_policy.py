@@ -40,7 +40,7 @@ class PlannedPolicy(_Policy):
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         # Who wraps without a plan has no need of the planner.
-        from flatparam_plan.fitting.answering import answer
+        from flatparam_plan.fitting.fastest import answer
         from flatparam_plan.named_units import NamedUnits
 
         topology = root_kwargs.get("process_group")

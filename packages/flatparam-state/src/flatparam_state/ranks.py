@@ -142,6 +142,8 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join(texts[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
 
 
+# Checksums of full tensors that every rank is given: each keeps only its own part, so they have to be the same.
+
 UNCOMPARED: Final = 0
 """Stands for the checksum of a value that ranks do not compare, such as a part of a sharded tensor."""
 _ADVICE: Final = "load the same state on every rank"

@@ -1,4 +1,8 @@
-"""The fields of records in JSON, read with care, and the seals by which a record tells that it is whole."""
+"""The fields of the manifest's records, and JSON that shows every changed bit: one spelling of each value, and a hash.
+
+Fields have validators of built records, checks of the JSON that they come from, and dtypes. All of them raise a
+ValueError that says what was expected and found; a validator names the record and its field, too.
+"""
 
 from __future__ import annotations
 

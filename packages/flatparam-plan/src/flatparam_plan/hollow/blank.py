@@ -1,4 +1,7 @@
-"""What a rehearsal does without: the memory of models, the values that nobody has, and torch's compiler."""
+"""Without them a rehearsal begins sooner: memory of models, values that nobody has, and torch's compiler.
+
+To import the compiler takes longer than to plan a large model.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,11 @@ def _is_consequence(error: BaseException) -> bool:
 
 @attrs.frozen
 class FunctionReference:
-    """A function of a module, in a form that another process can find; `file` is None for modules without a file."""
+    """A function of a module, in a form that another process can find; `file` is None for modules without a file.
+
+    pytest with `--import-mode=importlib` gives test modules names that exist only in the process that ran pytest; the
+    functions of a script live in `__main__`. So a function travels as its source file and its name in it.
+    """
 
     module: str
     file: str | None

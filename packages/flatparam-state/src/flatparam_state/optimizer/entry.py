@@ -91,6 +91,11 @@ def is_per_rank(entry: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(entry, Mapping) and PER_RANK in entry
 
 
+# States in eight bits, with a scale for each block of elements, become tensors that are cut like their parameter: each
+# element gets the scale of its block, so that any rank finds the scales of its elements, wherever these were before.
+# The layout has to keep blocks whole. It is done for the optimizers of bitsandbytes, whose states are bytes with scales
+# beside them, and of torchao, whose states are tensors of a class of its own.
+
 _BLOCK: Final = 256
 """The elements of a block, in both libraries."""
 _NESTED: Final = "__bnb_optimizer_quant_state__"

@@ -1,6 +1,7 @@
 """Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
 
-Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `wrapper_tensors`. And
+Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`: such a
+tensor has no memory of its own, and is made of inner tensors of different dtypes (numbers, scales, zero points). And
 `DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part of a
 `DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
 """

@@ -154,6 +154,11 @@ def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
         )
 
 
+# Layers of bitsandbytes that give their weight other bytes when they evaluate on a CPU are told not to. On a CPU with
+# AVX512-BF16 a `Linear4bit` repacks its weight the first time that it evaluates, for a faster product, and rounds the
+# scales. Nothing undoes that exactly, and the layer trains no more. A rank holds only a part of the weight, so it could
+# not repack it; without that the layer evaluates as it trains.
+
 _MAY_REPACK: Final = "support_avx512bf16_for_cpu"
 _IS_REPACKED: Final = "packing_format_for_cpu"
 
