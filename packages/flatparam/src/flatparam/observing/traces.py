@@ -169,7 +169,8 @@ class Recorder:
 def peak_of_units(units: Sequence[Unit]) -> int:
     """Return the peak of a step of `units`, the root first and the others in the order of their forward passes.
 
-    This is the formula of `docs/memory.md`. It holds for units that run one after the other; what activations take comes on top.
+    This is the formula of `docs/memory.md`. It holds for units that run one after the other; what activations take
+    comes on top.
     """
     root, *others = units
     full, flat = root.unsharded_nbytes, _flat_nbytes(root)
