@@ -9,8 +9,8 @@ from typing import Any, Final, final
 
 import attrs
 
+from flatparam_comm.errors import told_by_ranks
 from flatparam_comm.process_group import groups
-from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay_settings import RelaySettings

@@ -30,7 +30,7 @@ from flatparam_comm.errors import CollectiveError, CommError, MismatchError, des
 from flatparam_comm.guarding import monitor_of
 from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.process_group.exchanging import exchange_bytes
+from flatparam_comm.process_group.groups import exchange_bytes
 from flatparam_comm.topology.transports import CannotShareError, as_process_group
 from flatparam_onehost.host import Link, connect
 from flatparam_onehost.moves import REDUCTIONS, PostedCall, Scatter

@@ -93,7 +93,7 @@ class _TensorBucket:
         if group.size == 1 or not self.span:
             return
         layout, label = handle.layout, f"publish {self.pairs[0][1].name}"
-        if self.span.numel == layout.numel and not layout.is_apart:
+        if self.span.numel == layout.numel and not (layout.uneven_numels or layout.is_chunked):
             own = _part(full, self.span, layout.shard_span(handle.rank))
             yield group.all_gather(full, own, label=label)
             return

@@ -20,7 +20,7 @@ from flatparam_comm import (
     discover,
     owner_of,
 )
-from flatparam_runtime.agreement.newcomers import names_left_whole
+from flatparam_runtime.agreement.units import names_left_whole
 from flatparam_runtime.passes import attach
 from flatparam_runtime.unit import (
     InitialWeights,

@@ -409,7 +409,8 @@ def _bar(asked: bool | None, files: PretrainedFiles, topology: Topology) -> Iter
         unit="B",
         unit_scale=True,
     ) as bar:
-        yield bar.update
+        # The shares of ranks differ by some elements.
+        yield lambda done: bar.update(min(done, bar.total - bar.n))
 
 
 def _warn(files: PretrainedFiles, found: Fit) -> None:

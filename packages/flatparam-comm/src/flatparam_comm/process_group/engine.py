@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, ReduceOp, copied
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.guarding import GroupMonitor, monitor_of
-from flatparam_comm.pending import COMPLETED, copied
 from flatparam_comm.process_group import c10d, groups
 
 if dist.is_available() and not dist.is_initialized():

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import CollectiveError, MismatchError
-from flatparam_comm.transfer.marks import follow, keep, mark
+from flatparam_comm.transfer.streams import follow, keep, mark
 
 
 @attrs.define(eq=False)

@@ -8,8 +8,7 @@ from typing import Final, final
 import attrs
 
 from flatparam_comm import FlatParamError, Topology, told_by_ranks
-from flatparam_runtime.agreement.deed import Deed
-from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.fingerprint import Deed, Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
 STEP: Final = "step of "
