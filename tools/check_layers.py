@@ -19,11 +19,28 @@ from house import ADDONS, LAYERS, PACKAGES, TOOLS, read_toml, tested_with
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there; all of
-# flatparam-files is open, comm may use the worlds of simdev, and the wrapper's first two are public.
+# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there. Comm
+# may use the worlds of simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-simdev": ("worlds",),
-    "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-files": (
+        "checkpoint.commit",
+        "checkpoint.directory",
+        "checkpoint.fields",
+        "checkpoint.lock",
+        "checkpoint.manifest",
+        "checkpoint.rank_part",
+        "checkpoint.reader",
+        "checkpoint.values",
+        "command",
+        "disk.limits",
+        "disk.source",
+        "disk.system",
+        "formats.hugging_face",
+        "formats.output",
+        "formats.stored.stored_tensors",
+        "formats.stored.whole_sources",
+    ),
     "flatparam-comm": (
         "checks",
         "collectives",
@@ -36,7 +53,20 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "topology.transports",
     ),
     "flatparam-runtime": ("optimizers.torch_optimizers",),
-    "flatparam-state": ("at_rest", "forms", "model_tensors", "optimizer", "ranks", "values_later"),
+    "flatparam-state": (
+        "at_rest",
+        "forms.chunker",
+        "forms.deferred",
+        "forms.tiling",
+        "model.collect",
+        "model.load",
+        "model_tensors",
+        "optimizer",
+        "optimizer.first_state",
+        "optimizer.held",
+        "places",
+        "ranks",
+    ),
     "flatparam": (
         "api",
         "command",
@@ -46,27 +76,22 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint.state_dict",
         "fully_sharded_data_parallel",
         "in_place.module",
+        "observing.debug_log",
         "observing.picture",
-        "observing.stopwatch",
-        "observing.table",
-        "observing.whole_program",
-        "policies.policy",
-        "promised",
-        "resolving",
-        "sharding.extension_point",
+        "observing.traces",
+        "resolving.arguments",
         "sharding.extensions",
+        "state.load_hooks",
         "state.optimizer",
-        "state.settings",
-        "state.streaming",
+        "state.form_settings",
+        "wrap",
         "wrapper.interior",
-        "wrapper.parameters",
-        "wrapper.ranks",
         "wrapper.refusing",
     ),
-    "flatparam-clients": ("older_functions", "rekeying"),
+    "flatparam-clients": ("older_functions",),
 }
 # In no `__all__`, as in torch, and open all the same.
-OPEN_NAMES: Final = {"flatparam.policies.policy._Policy": "the base class of FSDP1's policies"}
+OPEN_NAMES: Final = {"flatparam.wrap._Policy": "the base class of FSDP1's policies"}
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")

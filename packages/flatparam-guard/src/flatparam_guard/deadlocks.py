@@ -17,8 +17,6 @@ from flatparam_guard.relay_settings import RelaySettings
 from flatparam_guard.star import Star
 from flatparam_guard.waits import IdleWatch, Stand, Wait, WaitWatch
 
-__all__ = ["Stands", "Deadlocks", "Knot", "stuck_among"]
-
 _LOGGER: Final = logging.getLogger("flatparam_guard")
 
 

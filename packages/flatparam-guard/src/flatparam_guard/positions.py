@@ -28,8 +28,6 @@ from flatparam_comm.hosts import host_identity, make_sealed_memory
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.network import is_stopped
 
-__all__ = ["Position", "Standing", "Standings", "Board", "Offer", "PAGE_NBYTES", "Page", "code_of"]
-
 #: The late ranks that a message describes.
 _TOLD: Final = 4
 

@@ -24,8 +24,6 @@ from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.positions import Standing
 
-__all__ = ["Stand", "Wait", "WaitWatch", "IdleWatch", "StallWatch"]
-
 #: Calls of torch in which a rank waits for one other rank, which torch does not count as a collective.
 _BETWEEN_TWO: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 #: Where `new_group` waits.

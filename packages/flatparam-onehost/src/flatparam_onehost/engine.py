@@ -41,8 +41,6 @@ from flatparam_onehost.waiting import Watch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SharedMemoryCollectives", "connected", "is_shared", "shared_memory"]
-
 #: x86 shows one core's writes to the other cores in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 #: The timeout of torch, if a backend does not tell its own.

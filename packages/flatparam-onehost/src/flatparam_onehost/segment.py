@@ -20,8 +20,6 @@ from torch import Tensor
 from flatparam_comm import Threshold
 from flatparam_comm.hosts import make_sealed_memory
 
-__all__ = ["SLOTS", "SharedSegment", "MessageSlot", "round_to_pages"]
-
 #: The number of collectives that may be under way between the fastest rank and the slowest.
 SLOTS: Final = 2
 SLOT_SPAN: Final = 1 << 40

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from flatparam_publish.catalogue import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
-from flatparam_state import Place
 from flatparam_state.model_tensors import ModelTensor
-
-__all__ = ["PUBLISH_NBYTES", "full_tensors", "most_nbytes"]
+from flatparam_state.places import Place
 
 PUBLISH_NBYTES: Final = Threshold(
     "state.publish_nbytes",
