@@ -143,7 +143,7 @@ class FlatExposure:
             )
         if self._followers.are_none:
             return {}
-        return self._followers.take_over(self._views, self._sites.infos)
+        return self._followers.take_over(self._views)
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the part `index` under the names `infos` of another unit's modules too."""

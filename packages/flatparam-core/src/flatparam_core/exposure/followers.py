@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.exposure.protocol import fragment_view, give_values, memory_of, new_values
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import Fragment, ShardPieces
@@ -79,19 +78,12 @@ class Followers:
             memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items()
         )
 
-    def take_over(
-        self, views: Sequence[torch.Tensor], infos: Sequence[Sequence[ParamInfo]]
-    ) -> dict[int, nn.Parameter]:
-        """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`.
-
-        Args:
-            infos: for each parameter, its attributes, of which the first gives the name in errors.
-        """
+    def take_over(self, views: Sequence[torch.Tensor]) -> dict[int, nn.Parameter]:
+        """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`."""
         followers = self._find()
         moved = {i: f for i, f in followers.items() if memory_of(f.parameter) != memory_of(views[i])}
         parts = {
-            index: new_values(self.flat_param, index, follower.parameter, infos[index][0].fqn)
-            for index, follower in moved.items()
+            index: new_values(self.flat_param, index, follower.parameter) for index, follower in moved.items()
         }
         if moved:
             give_values(self.flat_param, parts)

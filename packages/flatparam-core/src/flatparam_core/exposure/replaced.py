@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import ParamInfo
+from flatparam_core.exposure.owners import marked_owner
+from flatparam_core.flat_parameter import FlatParameter
 
-__all__ = ["fitting_replacements", "is_harmless", "replaced"]
+__all__ = ["fitting_replacements", "is_harmless", "refuse_sharded", "replaced"]
 
 
 def is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
@@ -32,6 +35,16 @@ def replaced(info: ParamInfo) -> FlatParamError:
         f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
         "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"
     )
+
+
+def refuse_sharded(found: nn.Parameter, info: ParamInfo, flat_param: FlatParameter, index: int) -> None:
+    """Raise FlatParamError if what was put in the place of parameter `index` is another parameter that is sharded."""
+    owner: Any = marked_owner(found)
+    if owner is not None and (owner[0].flat_param is not flat_param or owner[1] != index):
+        raise FlatParamError(
+            f"parameter {info.fqn!r} was tied to {owner[0].layout.fqns[owner[1]]!r} after its module was sharded, so "
+            "both would be trained; tie parameters before sharding, or copy the values inside summon_full_params()"
+        )
 
 
 def fitting_replacements(
