@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from flatparam_files.checkpoint.moments import Moment, OnMoment
+    from flatparam_core import Box
+    from flatparam_files.checkpoint.directory import Moment, OnMoment
     from flatparam_files.checkpoint.reader import CheckpointReader, open_checkpoint
     from flatparam_files.checkpoint.soundness import Soundness, Verification, verify_checkpoint
     from flatparam_files.checkpoint.writer import CheckpointWriter
-    from flatparam_files.collector import without_collector
     from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+    from flatparam_files.disk.limits import without_collector
     from flatparam_files.disk.safetensors import (
         DTYPES,
         SafetensorsHeader,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     )
     from flatparam_files.disk.source import (
         CHUNK_NBYTES,
-        Box,
         Source,
         TensorInfo,
         chunk_spans,
@@ -83,12 +83,12 @@ __all__ = [
 ]
 
 _HOMES: Final = (
-    "checkpoint.moments",
+    "checkpoint.directory",
     "checkpoint.reader",
     "checkpoint.soundness",
     "checkpoint.writer",
-    "collector",
     "disk.checkpoint_error",
+    "disk.limits",
     "disk.safetensors",
     "disk.source",
     "formats.dcp_writer",
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for home in _HOMES:
         module = importlib.import_module(f"{__name__}.{home}")
-        globals().update({each: getattr(module, each) for each in module.__all__ if each in __all__})
+        globals().update({each: getattr(module, each) for each in __all__ if hasattr(module, each)})
     return globals()[name]
 
 

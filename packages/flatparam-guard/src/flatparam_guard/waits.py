@@ -17,15 +17,12 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_comm.errors import describe_call
+from flatparam_comm.errors import describe_call, told_by_ranks, told_ranks
 from flatparam_comm.process_group import c10d, groups
-from flatparam_comm.rank_texts import told_by_ranks, told_ranks
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.positions import Standing
-
-__all__ = ["Stand", "Wait", "WaitWatch", "IdleWatch", "StallWatch"]
 
 #: Calls of torch in which a rank waits for one other rank, which torch does not count as a collective.
 _BETWEEN_TWO: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")

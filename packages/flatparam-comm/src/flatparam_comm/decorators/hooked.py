@@ -8,11 +8,8 @@ from typing import final
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.pending import COMPLETED
-
-__all__ = ["CommHook", "HookedCollectives"]
 
 #: `(inner, output, input, label) -> Pending | None`; None says that the output is ready (on CUDA: in the current
 #: stream's order). For an all-reduce `output` and `input` are the same tensor.

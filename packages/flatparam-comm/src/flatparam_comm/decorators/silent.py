@@ -8,11 +8,8 @@ from typing import final
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, ReduceOp, copied
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.pending import COMPLETED, copied
-
-__all__ = ["SilentCollectives"]
 
 
 @final

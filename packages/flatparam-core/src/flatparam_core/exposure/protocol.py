@@ -17,8 +17,6 @@ from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Fragment, ParamSpec, fragment_shape, memory_view
 
-__all__ = ["Exposure", "Faces", "Memory", "fragment_view", "give_values", "memory_of", "new_values"]
-
 Memory: TypeAlias = tuple[int, int]
 """The memory of a tensor: its address, and its number of elements."""
 

@@ -14,8 +14,6 @@ from typing_extensions import Self
 from flatparam_core.geometry.layout import FlatLayout, Fragment
 from flatparam_core.geometry.specs import memory_view
 
-__all__ = ["ShardPieces", "fragment_shape", "pack_parameter", "pack_shard"]
-
 Shape: TypeAlias = "tuple[int, ...]"
 
 

@@ -12,8 +12,6 @@ from flatparam_core.geometry.layout import FlatLayout
 from flatparam_core.geometry.spans import Span
 from flatparam_core.geometry.specs import memory_view
 
-__all__ = ["Unflattened"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -20,8 +20,6 @@ from flatparam_files.formats.stored.stored_tensors import Storage, Stored, Strid
 from flatparam_files.formats.stored.whole_sources import StoredSource
 from flatparam_files.formats.torch_archive import dtype_names, open_archive, plain_dict
 
-__all__ = ["METADATA_FILE", "ACCELERATE_DIRECTORIES", "is_dcp", "open_dcp"]
-
 METADATA_FILE: Final = ".metadata"
 _SHOWN: Final = 100
 _MOST_PAIRS: Final = 2_000_000

@@ -22,8 +22,6 @@ from flatparam_files.formats.stored.stored_tensors import Stored
 from flatparam_files.formats.stored.whole_sources import tree_of
 from flatparam_files.formats.torch_archive import write_archive
 
-__all__ = ["write_dcp"]
-
 _HOME: Final = "torch.distributed.checkpoint.metadata"
 _VERSION: Final = "1.0.0"
 _Path = tuple[str | int, ...]

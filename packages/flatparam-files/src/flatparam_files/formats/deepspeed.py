@@ -40,8 +40,6 @@ from flatparam_files.formats.stored.arrange import arranged
 from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor
 from flatparam_files.formats.stored.whole_sources import StoredSource
 
-__all__ = ["is_deepspeed", "open_deepspeed", "CutTensor"]
-
 
 def is_deepspeed(path: str | Path) -> bool:
     """Return whether the directory is a checkpoint of DeepSpeed, or the directory of one of its steps."""

@@ -16,8 +16,6 @@ from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject
 from flatparam_files.formats.stored.stored_tensors import StridedTensor
 from flatparam_files.formats.torch_archive import TORCH_NAMES, open_archive
 
-__all__ = ["Files", "RankPart", "check_complete", "plausible", "read_model_parts", "step_directory"]
-
 # The files
 
 _TAG_NBYTES: Final = 4096

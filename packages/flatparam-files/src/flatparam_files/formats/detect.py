@@ -23,8 +23,6 @@ from flatparam_files.formats.stored.whole_sources import StoredSource, stored_so
 from flatparam_files.formats.torch_archive import is_archive
 from flatparam_files.formats.torch_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
 
-__all__ = ["FORMATS", "UnknownFormatError", "open_source", "verify_source"]
-
 
 class UnknownFormatError(CheckpointError):
     """There is nothing at a path that is known to be a checkpoint."""

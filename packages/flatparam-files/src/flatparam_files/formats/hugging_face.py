@@ -17,16 +17,6 @@ from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, row_major
 from flatparam_files.formats.stored.whole_sources import StoredSource, select
 
-__all__ = [
-    "INDEX_FILE",
-    "SINGLE_FILE",
-    "divided",
-    "open_hugging_face",
-    "write_hugging_face",
-    "encode_index",
-    "read_shards",
-]
-
 T = TypeVar("T", bound="HasInfo")
 MAX_SHARD_NBYTES: Final = 5 * 10**9
 """The most bytes of tensors in a file, unless told otherwise."""

@@ -16,8 +16,6 @@ from flatparam_files.disk.system import AnyPath
 from flatparam_files.formats.output import refuse_existing
 from flatparam_files.formats.stored.whole_sources import stored_source
 
-__all__ = ["write_checkpoint"]
-
 
 def write_checkpoint(
     source: Source,

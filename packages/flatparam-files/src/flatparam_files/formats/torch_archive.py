@@ -29,8 +29,6 @@ from flatparam_files.formats.stored.stored_tensors import (
     row_major,
 )
 
-__all__ = ["TORCH_NAMES", "dtype_names", "plain_dict", "is_archive", "open_archive", "write_archive"]
-
 # The dtypes of the storage classes that torch pickles a tensor with. The others go as an `UntypedStorage` and a dtype.
 STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "DoubleStorage",

@@ -16,8 +16,6 @@ from flatparam_files.formats.stored.stored_tensors import Stored
 from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source, tree_of
 from flatparam_files.formats.torch_archive import is_archive, open_archive, write_archive
 
-__all__ = ["ACCELERATE_FILES", "PYTORCH_FILES", "open_torch_file", "write_torch_file"]
-
 # What accelerate calls the full model and optimizer of FSDP.
 ACCELERATE_FILES: Final = ("pytorch_model_fsdp.bin", "optimizer.bin")
 # What Hugging Face libraries called a model before safetensors: the index of several files, or one file.

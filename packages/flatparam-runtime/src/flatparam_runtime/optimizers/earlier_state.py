@@ -11,8 +11,6 @@ from torch import Tensor, nn, optim
 from flatparam_comm import FlatParameter, FlatParamHandle, memory_view, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
 
-__all__ = ["COUNTERS", "keep_own_part", "part_states_of"]
-
 _PART_STATES_OF: Final = "part_states_of"
 """The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
 

@@ -38,8 +38,6 @@ from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART, STEPS
 from flatparam_runtime.unit import WAITING, Unit, drop_waiting_of, holder_of_parameter
 
-__all__ = ["StepPreparation", "note_step_of", "notice_optimizers"]
-
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
 _STEPPED: Final = "_flatparam_stepped"

@@ -13,6 +13,6 @@ if importlib.util.find_spec("flatparam_comm") is None:
     )
 
 from flatparam_simdev.worlds.on_device import World, run_on_device
-from flatparam_simdev.worlds.world import run_processes
+from flatparam_simdev.worlds.process_world import run_processes
 
 __all__ = ["World", "run_on_device", "run_processes"]

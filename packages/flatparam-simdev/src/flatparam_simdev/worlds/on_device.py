@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 from flatparam_simdev import build
-from flatparam_simdev.worlds.function import FunctionReference
-from flatparam_simdev.worlds.world import run_processes
-
-__all__ = ["World", "run_on_device"]
+from flatparam_simdev.worlds.child import FunctionReference
+from flatparam_simdev.worlds.process_world import run_processes
 
 T = TypeVar("T")
 

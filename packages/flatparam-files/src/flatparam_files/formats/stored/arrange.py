@@ -14,8 +14,6 @@ from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.source import join_path, split_path
 from flatparam_files.formats.stored.stored_tensors import Stored
 
-__all__ = ["MODEL_KEYS", "OPTIMIZER_KEYS", "arranged", "by_name", "together"]
-
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (
     "optimizer",

@@ -18,8 +18,6 @@ from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import TensorInfo, chunk_spans, read_boxes
 from flatparam_files.disk.system import ByteFile, tensor_of
 
-__all__ = ["Storage", "Stored", "StridedTensor", "check_apart", "row_major"]
-
 # A read may fetch this many times the bytes that it needs before it is split into smaller ones.
 _WASTE: Final = 2
 WORTH_A_READ: Final = Threshold(

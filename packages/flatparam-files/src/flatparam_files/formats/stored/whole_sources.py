@@ -16,8 +16,6 @@ from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source, TensorInfo, chunk_spans, join_path, split_path
 from flatparam_files.formats.stored.stored_tensors import Storage, Stored
 
-__all__ = ["StoredSource", "averages_as_model", "cast_model", "select", "stored_source", "tree_of", "watch"]
-
 
 @final
 @attrs.frozen(eq=False)
