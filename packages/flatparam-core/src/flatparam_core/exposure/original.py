@@ -179,9 +179,9 @@ class OriginalExposure:
         handle, at = owner_of(found) or (None, index)
         if handle is not None and (handle.flat_param is not self.flat_param or at != index):
             raise FlatParamError(
-                f"parameter {self._sites.infos[index][0].fqn!r} was tied to {handle.layout.fqns[at]!r} after its module "
-                "was sharded, so both would be trained; tie parameters before sharding, or copy the values inside "
-                "summon_full_params()"
+                f"parameter {self._sites.infos[index][0].fqn!r} was tied to {handle.layout.fqns[at]!r} after its "
+                "module was sharded, so both would be trained; tie parameters before sharding, or copy the values "
+                "inside summon_full_params()"
             )
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
