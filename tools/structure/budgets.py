@@ -25,8 +25,8 @@ class Budget:
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_550, 4_500),
-    "flatparam-comm": Budget(6_200, 5_500),
-    "flatparam-runtime": Budget(7_050, 5_500),
+    "flatparam-comm": Budget(5_900, 5_500),
+    "flatparam-runtime": Budget(6_850, 5_500),
     "flatparam-state": Budget(5_200, 4_700),
     "flatparam": Budget(7_550, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
