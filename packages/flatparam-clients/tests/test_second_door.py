@@ -236,3 +236,16 @@ def on_meta(ranks: Collectives) -> None:
 def test_a_module_on_the_meta_device_gets_its_values_from_a_load() -> None:
     """As accelerate loads a model that rank 0 alone has: sharded on the meta device, then `load_state_dict(assign=True)`."""
     run_processes(2, on_meta)
+
+
+@pytest.mark.parametrize("is_root_apart", [False, True])
+def test_a_tie_after_sharding_is_refused(torch_world: None, is_root_apart: bool) -> None:
+    """A head that gets the embedding's parameter afterwards is refused by name, in whichever units both are."""
+    with flatparam.install():
+        module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+        if is_root_apart:
+            package.fully_shard(module[0])
+        package.fully_shard(module)
+        module[1].weight = module[0].weight
+        with pytest.raises(FlatParamError, match=r"'1\.weight' was tied to '(0\.)?weight' after"):
+            module(torch.tensor([1]))

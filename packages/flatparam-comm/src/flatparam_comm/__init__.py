@@ -20,9 +20,8 @@ from flatparam_comm.collectives import (
 from flatparam_comm.decorators.compressed import CompressedCollectives
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.decorators.hooked import CommHook, HookedCollectives
+from flatparam_comm.decorators.hooked import CommHook, HookedCollectives, SilentCollectives
 from flatparam_comm.decorators.ledger import ByteLedger, RecordingCollectives, Totals, Transfer, sent_nbytes
-from flatparam_comm.decorators.silent import SilentCollectives
 from flatparam_comm.errors import (
     CollectiveError,
     CommError,

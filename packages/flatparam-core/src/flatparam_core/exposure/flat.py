@@ -79,19 +79,12 @@ class Followers:
             memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items()
         )
 
-    def take_over(
-        self, views: Sequence[torch.Tensor], infos: Sequence[Sequence[ParamInfo]]
-    ) -> dict[int, nn.Parameter]:
-        """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`.
-
-        Args:
-            infos: for each parameter, its attributes, of which the first gives the name in errors.
-        """
+    def take_over(self, views: Sequence[torch.Tensor]) -> dict[int, nn.Parameter]:
+        """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`."""
         followers = self._find()
         moved = {i: f for i, f in followers.items() if memory_of(f.parameter) != memory_of(views[i])}
         parts = {
-            index: new_values(self.flat_param, index, follower.parameter, infos[index][0].fqn)
-            for index, follower in moved.items()
+            index: new_values(self.flat_param, index, follower.parameter) for index, follower in moved.items()
         }
         if moved:
             give_values(self.flat_param, parts)
@@ -254,7 +247,7 @@ class FlatExposure:
             )
         if self._followers.are_none:
             return {}
-        return self._followers.take_over(self._views, self._sites.infos)
+        return self._followers.take_over(self._views)
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the part `index` under the names `infos` of another unit's modules too."""

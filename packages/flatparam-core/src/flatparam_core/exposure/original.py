@@ -14,7 +14,7 @@ from torch import nn
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
 from flatparam_core.exposure.protocol import Faces, give_values, new_values
-from flatparam_core.exposure.sites import Sites, replaced
+from flatparam_core.exposure.sites import Sites, refuse_sharded, replaced
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import ShardPieces
 from flatparam_core.storage import add_to_grad, give_data
@@ -154,13 +154,11 @@ class OriginalExposure:
             if found is None:
                 raise replaced(infos[0])
             if found is not self._shown[index]:
+                refuse_sharded(found, infos[0], self.flat_param, index)
                 given[index] = found if self.faces is None else self.faces.own_part(found)
             elif parameter.data_ptr() != self._addresses[index]:
                 given[index] = parameter
-        parts = {
-            index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
-            for index, found in given.items()
-        }
+        parts = {index: new_values(self.flat_param, index, found) for index, found in given.items()}
         before = {index: self._originals[index] for index in given}
         if given:
             give_values(self.flat_param, parts)

@@ -2,7 +2,13 @@
 
 from flatparam_core.geometry.layout import FlatLayout, FlatParamShardMetadata, Fragment, Slot, shard_metadata
 from flatparam_core.geometry.planning import Location, Move, Place, plan_layouts, replan
-from flatparam_core.geometry.shard_pieces import ShardPieces, fragment_shape, pack_parameter, pack_shard
+from flatparam_core.geometry.shard_pieces import (
+    ShardPieces,
+    Unflattened,
+    fragment_shape,
+    pack_parameter,
+    pack_shard,
+)
 from flatparam_core.geometry.spans import Box, Span
 from flatparam_core.geometry.specs import (
     CHUNK,
@@ -15,7 +21,6 @@ from flatparam_core.geometry.specs import (
     contiguous_stride,
     memory_view,
 )
-from flatparam_core.geometry.unflattened import Unflattened
 
 __all__ = [
     "Box",
