@@ -109,7 +109,7 @@ def summed(fsdp: Any, rank: int) -> Off:
 
 
 class TwoExperts(nn.Module):
-    """Two experts on each word; if one is elsewhere, words are sent to it, and what it makes of them comes back."""
+    """Two experts on each word; words are sent to one that is elsewhere, and come back."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def backward(model: nn.Module, ranks: Sequence[int], step: int = 0, loss: Any = loss_of) -> None:
-    """Run the backward pass of the mean of the losses of these ranks: its own one, or all of them in one process."""
+    """Run the backward pass of the mean of these ranks' losses: of its own one, or of all."""
     (sum(loss(model, rank, step) for rank in ranks) / len(ranks)).backward()
 
 
@@ -169,7 +169,7 @@ def held() -> int:
 
 @functools.cache
 def _settle() -> None:
-    """Have torch's recorder of the last 2,000 collectives full, and the collector look at new objects only."""
+    """Fill torch's recorder of the last 2,000 collectives, and have only new objects collected."""
     for _ in range(2000):
         dist.all_reduce(torch.ones(1))
     gc.collect()

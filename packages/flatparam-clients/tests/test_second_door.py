@@ -249,3 +249,32 @@ def test_a_tie_after_sharding_is_refused(torch_world: None, is_root_apart: bool)
         module[1].weight = module[0].weight
         with pytest.raises(FlatParamError, match=r"'1\.weight' was tied to '(0\.)?weight' after"):
             module(torch.tensor([1]))
+
+
+def _clipped_beside_plain(world: Collectives, norm_type: float, is_frozen: bool) -> list[torch.Tensor]:
+    """Clip sharded parameters beside one that is not; each rank has the same loss. Return norms and gradients."""
+    found = []
+    with flatparam.install():
+        for shards in (True, False):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+            module[0].bias.requires_grad_(not is_frozen)
+            if shards:
+                package.fully_shard(module[0])
+            module(torch.ones(2, 3)).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type)
+            grads = [each.grad for each in module.parameters() if each.grad is not None]
+            found.append(
+                [norm, *(each.full_tensor() if isinstance(each, DTensor) else each for each in grads)]
+            )
+    torch.testing.assert_close(*found)
+    return found[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_are_clipped_beside_plain_ones(norm_type: float, is_frozen: bool) -> None:
+    """The norm of `DTensor`s and plain gradients together is that of one process, where torch's function raises."""
+    one, other = run_processes(2, _clipped_beside_plain, norm_type, is_frozen)
+    assert all(map(torch.equal, one, other))

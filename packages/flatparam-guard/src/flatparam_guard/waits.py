@@ -164,11 +164,13 @@ def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
     group = groups.group_or_default(frame.f_locals.get("group"))
     if group is None:
         return None
-    number = c10d.count_of(group)
+    try:
+        members = tuple(groups.members_of(group))
+    except (KeyError, ValueError):  # somebody is destroying it, maybe in this very call
+        return None
+    key, number = groups.name_of(group), c10d.count_of(group)
     where = f"torch.distributed.{name}(), called at {_place_of(frame)}"
-    key = groups.name_of(group)
-    wait = Wait(key, number, tuple(groups.members_of(group)), where, is_torchs=True, at=number)
-    return (id(frame), key, number), wait
+    return (id(frame), key, number), Wait(key, number, members, where, is_torchs=True, at=number)
 
 
 def _wait_of_new_group(frame: FrameType) -> tuple[object, Wait] | None:

@@ -54,7 +54,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: if the norm is not finite, and `error_if_nonfinite` is set.
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = [_part_of(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)]
     sharded: dict[Collectives, list[Tensor]] = {}
     whole: list[Tensor] = []
     dtypes: list[torch.dtype] = []
@@ -88,6 +88,21 @@ def clip_grad_norm_(
     return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
 
 
+def _part_of(parameter: Any) -> Any:
+    """Return the plain parameter behind one that is shown as a `DTensor`; any other is returned as it is."""
+    return getattr(parameter, "original", parameter)
+
+
+def _has_both(parameters: Iterable[Any]) -> bool:
+    """Return whether some parameters are shown as `DTensor`s, and others are plain: torch refuses to add up these."""
+    kinds = [
+        (_part_of(each) is not each, hasattr(each, "_local_tensor"))
+        for each in parameters
+        if each.requires_grad
+    ]
+    return any(is_shown for is_shown, _ in kinds) and not all(is_dtensor for _, is_dtensor in kinds)
+
+
 def _is_spread(parameter: object) -> bool:
     return isinstance(parameter, Tensor) and _unit_that_spreads(parameter) is not None
 
@@ -113,7 +128,8 @@ def _have_torch_clip() -> None:
         if not isinstance(given, (list, tuple)):
             # Torch warns of a generator without parameters.
             given = list(given) or given
-        how = clip_grad_norm_ if isinstance(given, (list, tuple)) and any(map(_is_spread, given)) else torchs
+        is_list = isinstance(given, (list, tuple))
+        how = clip_grad_norm_ if is_list and (any(map(_is_spread, given)) or _has_both(given)) else torchs
         return how(given, *arguments, **named)
 
     cell.cell_contents = routed

@@ -13,8 +13,9 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.owners import owner_of
 from flatparam_core.exposure.protocol import Faces, give_values, new_values
-from flatparam_core.exposure.sites import Sites, refuse_sharded, replaced
+from flatparam_core.exposure.sites import Sites, replaced
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import ShardPieces
 from flatparam_core.storage import add_to_grad, give_data
@@ -154,7 +155,7 @@ class OriginalExposure:
             if found is None:
                 raise replaced(infos[0])
             if found is not self._shown[index]:
-                refuse_sharded(found, infos[0], self.flat_param, index)
+                self._refuse_sharded(found, index)
                 given[index] = found if self.faces is None else self.faces.own_part(found)
             elif parameter.data_ptr() != self._addresses[index]:
                 given[index] = parameter
@@ -173,6 +174,15 @@ class OriginalExposure:
             self._changes += self._originals[index]._version + 1
             self._originals[index] = self._sites.shown[index] = found
         return before
+
+    def _refuse_sharded(self, found: nn.Parameter, index: int) -> None:
+        handle, at = owner_of(found) or (None, index)
+        if handle is not None and (handle.flat_param is not self.flat_param or at != index):
+            raise FlatParamError(
+                f"parameter {self._sites.infos[index][0].fqn!r} was tied to {handle.layout.fqns[at]!r} after its "
+                "module was sharded, so both would be trained; tie parameters before sharding, or copy the values "
+                "inside summon_full_params()"
+            )
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the original `index` under the names `infos` of another unit's modules too."""

@@ -15,8 +15,6 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.owners import owner_of
-from flatparam_core.flat_parameter import FlatParameter
 
 
 def is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
@@ -38,16 +36,6 @@ def replaced(info: ParamInfo) -> FlatParamError:
         f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
         "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"
     )
-
-
-def refuse_sharded(found: nn.Parameter, info: ParamInfo, flat_param: FlatParameter, index: int) -> None:
-    """Raise FlatParamError if what was put in the place of parameter `index` is another parameter that is sharded."""
-    owner = owner_of(found)
-    if owner is not None and (owner[0].flat_param is not flat_param or owner[1] != index):
-        raise FlatParamError(
-            f"parameter {info.fqn!r} was tied to {owner[0].layout.fqns[owner[1]]!r} after its module was sharded, so "
-            "both would be trained; tie parameters before sharding, or copy the values inside summon_full_params()"
-        )
 
 
 def fitting_replacements(
