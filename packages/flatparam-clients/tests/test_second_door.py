@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as package
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatparam
 from flatparam_clients.second_door.faces import ShardedParameter
@@ -236,3 +236,75 @@ def on_meta(ranks: Collectives) -> None:
 def test_a_module_on_the_meta_device_gets_its_values_from_a_load() -> None:
     """As accelerate loads a model that rank 0 alone has: sharded on the meta device, then `load_state_dict(assign=True)`."""
     run_processes(2, on_meta)
+
+
+def given_parameters(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    mesh = module[0].weight.device_mesh
+    whole = torch.arange(16.0).view(4, 4) / 16
+
+    # One for two units, and one that is frozen after it was put in its place.
+    module[0].weight = module[1].weight = tied = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    module[2].weight = last = nn.Parameter(distribute_tensor(whole[:2], mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([tied, last, module[2].bias], lr=0.5)
+    module[2].bias.requires_grad_(False)
+    last.requires_grad_(False)
+    # The same by one process.
+    twin = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    twin[0].weight = twin[1].weight = nn.Parameter(whole.clone())
+    twin[2].load_state_dict({"weight": whole[:2], "bias": module[2].bias.full_tensor()})
+    alone = torch.optim.SGD([twin[0].weight], lr=0.5)
+    for _ in range(3):
+        for model, stepped in ((module, optimizer), (twin, alone)):
+            loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+        assert module[0].weight is module[1].weight is tied
+        assert isinstance(tied, ShardedParameter)
+        torch.testing.assert_close(tied.full_tensor(), twin[0].weight.detach())
+        # Both units gather it.
+        for child in module[:2]:
+            child.unshard()
+            torch.testing.assert_close(child.weight.detach(), twin[0].weight.detach())
+            child.reshard()
+        assert torch.equal(module[2].weight.full_tensor(), whole[:2])
+        assert module[2].weight.grad is None
+
+
+def test_a_parameter_that_is_put_in_a_place_is_the_one_that_is_trained() -> None:
+    """An optimizer that was made of it before the first pass steps it, frozen or not, in the places of two units, too.
+
+    So loads transformers: it puts new parameters into a model that is sharded on the meta device, and ties some.
+    """
+    run_processes(2, given_parameters)
+
+
+class Kind(nn.Parameter):
+    """A class of its own, as of quantised weights, whose objects note what their bytes mean."""
+
+
+def of_its_own_class(ranks: Collectives) -> None:
+    flatparam.install()
+    module: Any = nn.Linear(3, 4)
+    module.weight = Kind(module.weight.detach(), requires_grad=False)
+    module.weight.meaning = "scales"
+    module.bias.note = "of a user"
+    package.fully_shard(module)
+    assert (type(module.weight), hasattr(module.weight, "meaning")) == (ShardedParameter, False)
+    assert module.bias.note == "of a user"
+    module.unshard()
+    assert (type(module.weight), module.weight.meaning) == (Kind, "scales")
+    module.reshard()
+    # Libraries that shard say so.
+    module._is_fsdp_managed_module = True
+
+
+def test_a_class_of_its_own_is_seen_while_the_parameter_is_full() -> None:
+    """A `DTensor` is no such object, with torch's FSDP2 neither: bitsandbytes would save what it notes beside the bytes."""
+    run_processes(2, of_its_own_class)

@@ -36,6 +36,7 @@ from flatparam_core.exposure import (
     ParamInfo,
     clear_owner,
     mark_owner,
+    marked_owner,
 )
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Unflattened
@@ -326,7 +327,11 @@ class FlatParamHandle:
         self.exposure.refresh()
         for index, old in taken.items():
             clear_owner(old)
-            mark_owner(self.exposure.originals()[index], self, index)
+            shown = self.exposure.originals()[index]
+            for each in (shown,) if self.faces is None else (shown, self.exposure.listed()[index]):
+                # A face that two units have is the first one's.
+                if self.faces is None or marked_owner(each) is None:
+                    mark_owner(each, self, index)
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""

@@ -149,8 +149,10 @@ class DTensorFaces:
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
         face.original, face._shown_grad = original, None
-        noted = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
-        vars(face).update(noted)
+        if type(original) is nn.Parameter:
+            # A class of its own notes what its bytes mean; the face is no such object, and the full parameter is.
+            noted = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
+            vars(face).update(noted)
         return face  # type: ignore[no-any-return]  # nn.Parameter is what it passes for
 
     def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
@@ -171,6 +173,25 @@ class DTensorFaces:
         if given.placements != self.placements or given.device_mesh != self.mesh:
             found = given.redistribute(self.mesh, self.placements)
         return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
+
+    def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
+        """Make a `DTensor` that somebody has put in the place of `face` the face: an optimizer may hold it already."""
+        assert isinstance(face, ShardedParameter)
+        if isinstance(given, ShardedParameter):
+            # Tied now: a parameter of another unit.
+            return given
+        newcomer: Any = given
+        if type(newcomer) is not DTensor:
+            return face
+        face.original.requires_grad_(given.requires_grad)
+        newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
+        vars(newcomer).update(original=face.original, _shown_grad=None)
+        return given
+
+    def original(self, face: nn.Parameter) -> nn.Parameter:
+        """Return the plain parameter that flatparam trains."""
+        assert isinstance(face, ShardedParameter)
+        return face.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""
