@@ -308,3 +308,23 @@ def of_its_own_class(ranks: Collectives) -> None:
 def test_a_class_of_its_own_is_seen_while_the_parameter_is_full() -> None:
     """A `DTensor` is no such object, with torch's FSDP2 neither: bitsandbytes would save what it notes beside the bytes."""
     run_processes(2, of_its_own_class)
+
+
+def numbers_drawn(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before = torch.get_rng_state()
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (child.weight.full_tensor() for child in module)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:2], first[1:])
+
+
+def test_sharding_draws_no_numbers() -> None:
+    """What a program draws after it has sharded a module on the meta device is what it draws with torch's function."""
+    run_processes(2, numbers_drawn)

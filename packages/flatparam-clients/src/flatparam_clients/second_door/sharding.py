@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from flatparam_core import CHUNK, LayoutRule
 from flatparam_runtime import unit_of
 
 __all__ = ["fully_shard"]
+
+_CALLS: Final = itertools.count(1)
 
 
 def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) -> Any:
@@ -45,7 +50,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     ignored = [*(named.pop("ignored_params", None) or ())]
     _check_dimensions(modules, {*ignored})
     named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
-    flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
+    with _numbers_of_its_own(modules):
+        flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
     faces = DTensorFaces.over(mesh)
     for each in modules:
@@ -59,6 +65,26 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
         kind: Any = type(each)
         each.__class__ = class_for(kind._sharded_class, PresentedModule)
     return module
+
+
+@contextlib.contextmanager
+def _numbers_of_its_own(modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, modules on the meta device may draw numbers; at the end the generators are as before.
+
+    Torch's `fully_shard` leaves such modules there, and draws none. Each call has different numbers, and ranks that are
+    seeded alike have the same.
+    """
+    if not any(parameter.is_meta for each in modules for parameter in each.parameters()):
+        yield
+        return
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if here is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type="cuda" if here is None else here.type):
+        seed = torch.initial_seed() + next(_CALLS)
+        torch.default_generator.manual_seed(seed)
+        if here is not None:
+            torch.get_device_module(here).manual_seed(seed)
+        yield
 
 
 def _chunks(name: str, parameter: nn.Parameter) -> LayoutRule:
