@@ -251,14 +251,14 @@ def given_parameters(ranks: Collectives) -> None:
     # One for two units, and one that is frozen after it was put in its place.
     module[0].weight = module[1].weight = tied = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     module[2].weight = last = nn.Parameter(distribute_tensor(whole[:2], mesh, [Shard(0)]))
-    optimizer = torch.optim.SGD([tied, last, module[2].bias], lr=0.5)
+    optimizer = torch.optim.AdamW([tied, last, module[2].bias], lr=0.5, fused=True)
     module[2].bias.requires_grad_(False)
     last.requires_grad_(False)
     # The same by one process.
     twin = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
     twin[0].weight = twin[1].weight = nn.Parameter(whole.clone())
     twin[2].load_state_dict({"weight": whole[:2], "bias": module[2].bias.full_tensor()})
-    alone = torch.optim.SGD([twin[0].weight], lr=0.5)
+    alone = torch.optim.AdamW([twin[0].weight], lr=0.5, fused=True)
     for _ in range(3):
         for model, stepped in ((module, optimizer), (twin, alone)):
             loss = model(torch.ones(1, 4)).square().sum()

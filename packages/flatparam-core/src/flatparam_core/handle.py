@@ -327,9 +327,9 @@ class FlatParamHandle:
         self.exposure.refresh()
         for index, old in taken.items():
             clear_owner(old)
-            shown = self.exposure.originals()[index]
-            for each in (shown,) if self.faces is None else (shown, self.exposure.listed()[index]):
-                # A face that two units have is the first one's.
+            # Of one that two units show, the first is the owner.
+            faces = () if self.faces is None else (self.exposure.listed()[index],)
+            for each in (self.exposure.originals()[index], *faces):
                 if self.faces is None or marked_owner(each) is None:
                     mark_owner(each, self, index)
 

@@ -149,10 +149,9 @@ class DTensorFaces:
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
         face.original, face._shown_grad = original, None
-        if type(original) is nn.Parameter:
-            # A class of its own notes what its bytes mean; the face is no such object, and the full parameter is.
-            noted = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
-            vars(face).update(noted)
+        # A class of its own notes what its bytes mean, and the face is no such object.
+        noted = vars(original).items() if type(original) is nn.Parameter else ()
+        vars(face).update({name: value for name, value in noted if not name.startswith("_fsdp")})
         return face  # type: ignore[no-any-return]  # nn.Parameter is what it passes for
 
     def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
@@ -177,12 +176,10 @@ class DTensorFaces:
     def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
         """Make a `DTensor` that somebody has put in the place of `face` the face: an optimizer may hold it already."""
         assert isinstance(face, ShardedParameter)
-        if isinstance(given, ShardedParameter):
-            # Tied now: a parameter of another unit.
-            return given
         newcomer: Any = given
         if type(newcomer) is not DTensor:
-            return face
+            # One of another unit's is tied to it now.
+            return given if isinstance(given, ShardedParameter) else face
         face.original.requires_grad_(given.requires_grad)
         newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
         vars(newcomer).update(original=face.original, _shown_grad=None)

@@ -51,8 +51,9 @@ class PresentedModule(FSDPModule):
         ask: Any = super(FSDPModule, self).state_dict
         return ask(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-    _is_fsdp_managed_module = True
-    """What torch's FSDP2 notes on a module for the compiler; libraries that shard by it note it, too."""
+    _is_fsdp_managed_module = (
+        True  # Torch's FSDP2 notes it for the compiler, and libraries that shard by it, too.
+    )
 
     def _fqn_modifiers(self) -> dict[str, str]:  # type: ignore[override]  # the class refuses
         """Tell torch's functions of state that no name is changed."""

@@ -69,11 +69,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
 
 @contextlib.contextmanager
 def _numbers_of_its_own(modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, modules on the meta device may draw numbers; at the end the generators are as before.
-
-    Torch's `fully_shard` leaves such modules there, and draws none. Each call has different numbers, and ranks that are
-    seeded alike have the same.
-    """
+    """Have a call draw numbers of its own for modules on the meta device; torch's leaves them there, and draws none."""
     if not any(parameter.is_meta for each in modules for parameter in each.parameters()):
         yield
         return
@@ -81,9 +77,8 @@ def _numbers_of_its_own(modules: list[nn.Module]) -> Iterator[None]:
     devices = [] if here is None else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type="cuda" if here is None else here.type):
         seed = torch.initial_seed() + next(_CALLS)
-        torch.default_generator.manual_seed(seed)
-        if here is not None:
-            torch.get_device_module(here).manual_seed(seed)
+        for kind in (torch.default_generator, *([] if here is None else [torch.get_device_module(here)])):
+            kind.manual_seed(seed)
         yield
 
 

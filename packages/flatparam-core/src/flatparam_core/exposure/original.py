@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import attrs
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.owners import marked_owner
 from flatparam_core.exposure.protocol import Faces, give_values, new_values
 from flatparam_core.exposure.replaced import replaced
 from flatparam_core.exposure.sites import Sites
@@ -28,13 +27,6 @@ _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _VERSION: Final = operator.attrgetter("_version")
 _NOWHERE: Final = -1
 """The address of an original that is a view of nothing yet."""
-
-
-def _changes_of(original: nn.Parameter) -> tuple[int, int]:
-    """Return what tells whether the values of another unit's original have changed: the changes, and the address."""
-    owner: Any = marked_owner(original)
-    flat_changes: int = 0 if owner is None else owner[0].flat_param._version
-    return original._version + flat_changes, original.data_ptr()
 
 
 @final
@@ -54,8 +46,8 @@ class OriginalExposure:
     """The sharded form: the originals, or a face of each."""
     _changes: int = 0
     """The number of changes of originals that are gone."""
-    _tied: dict[int, tuple[int, int]] = attrs.field(factory=dict)
-    """The originals that are another unit's, since a face was put in two places, and their changes at the last copy."""
+    _tied: set[int] = attrs.field(factory=set)
+    """The originals that are another unit's, since a face was put in two places."""
     _pieces: ShardPieces = attrs.field(init=False)
     _is_here: list[bool] = attrs.field(init=False)
     """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
@@ -99,10 +91,9 @@ class OriginalExposure:
     def __getstate__(self) -> tuple[object, ...]:
         """Return the state for a copy."""
         if self._tied:
-            fqns = [self._sites.infos[index][0].fqn for index in self._tied]
             raise FlatParamError(
-                f"rank {self.flat_param.rank}: expected no ties between units that were made after sharding, found "
-                f"{fqns}, which a copy of the model would have twice: tie them before, or copy the model before"
+                f"rank {self.flat_param.rank}: expected ties between units from before sharding, found later ones of "
+                f"{[self._sites.infos[index][0].fqn for index in self._tied]}: copy the model before it is sharded"
             )
         return self.flat_param, self._originals, self._sites, self.faces
 
@@ -158,13 +149,14 @@ class OriginalExposure:
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """Copy what originals were given into new memory; an object put in an original's place becomes it."""
-        if self._tied:
-            self._copy_tied()
+        for index in self._tied:
+            # In any case: the steps of fused optimizers count no change.
+            self._pieces.views(self.flat_param.data)[index].copy_(self._originals[index].data)
+            self._addresses[index] = self._originals[index].data_ptr()
         registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._shown))
         if all(registered) and not self.was_given_data:
             return {}
-        given: dict[int, nn.Parameter] = {}
-        newcomers: dict[int, nn.Parameter] = {}
+        given, newcomers = dict[int, nn.Parameter](), dict[int, nn.Parameter]()
         for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
             found = infos[0].module._parameters.get(infos[0].param_name)
             for info in infos[1:]:
@@ -188,9 +180,7 @@ class OriginalExposure:
         if given:
             give_values(self.flat_param, parts)
         if self.faces is not None:
-            # A copy has no faces yet.
-            if self._shown is not self._originals:
-                self._adopt(newcomers, self.faces)
+            self._adopt(newcomers, self.faces)
             self._sites.put_back([*given])
             return before
         for index, found in given.items():
@@ -204,23 +194,13 @@ class OriginalExposure:
 
     def _adopt(self, newcomers: Mapping[int, nn.Parameter], faces: Faces) -> None:
         """Have what was put in the places of faces be the faces: an optimizer may hold it already."""
-        for index, found in newcomers.items():
-            before, face = self._originals[index], faces.adopt(found, self._shown[index])
-            original = faces.original(face)
-            self._shown[index] = self._sites.shown[index] = face
-            self._tied.pop(index, None)
-            if original is not before:
-                self._changes += before._version + 1
+        # A copy has no faces yet.
+        for index, found in newcomers.items() if self._shown is not self._originals else ():
+            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, self._shown[index])
+            if (original := faces.original(face)) is not self._originals[index]:
+                self._changes += self._originals[index]._version + 1
                 self._originals[index] = original
-                self._tied[index] = _changes_of(original)
-
-    def _copy_tied(self) -> None:
-        """Copy the values of other units' originals that have changed."""
-        for index, seen in self._tied.items():
-            original = self._originals[index]
-            if (now := _changes_of(original)) != seen:
-                self._pieces.views(self.flat_param.detach())[index].copy_(original.detach())
-                self._tied[index], self._addresses[index] = now, now[1]
+                self._tied.add(index)
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the original `index` under the names `infos` of another unit's modules too."""
@@ -234,8 +214,9 @@ class OriginalExposure:
                 give_data(parameter, part)
         self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
         if self.faces is not None and self._shown is not self._originals:
-            for face, parameter in zip(self._shown, self._originals, strict=True):
-                self.faces.follow(face, parameter)
+            for index, (face, parameter) in enumerate(zip(self._shown, self._originals, strict=True)):
+                if index not in self._tied:
+                    self.faces.follow(face, parameter)
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Register full tensors (or `None`) under the parameters' names."""
