@@ -205,18 +205,30 @@ def clients(session: nox.Session) -> None:
 
     Of trainers that would need ray or a GPU, the wheels are downloaded, and only their functions for FSDP1 are run.
     """
-    projects = ("accelerate", "bitsandbytes", "transformers", "peft", "torchao", "trl", "lightning")
+    projects = (
+        "accelerate",
+        "bitsandbytes",
+        "diffusers",
+        "transformers",
+        "peft",
+        "torchao",
+        "trl",
+        "lightning",
+    )
     environment = own(session, "clients", *projects)
     wheels = str(ROOT / "build" / "client-wheels")
     download = ("-m", "pip", "download", "--quiet", "--constraint", str(environment.constraints), "--no-deps")
-    for name in ("verl", "rlinf", "mosaicml", "fairseq2", "llama-cookbook"):
+    for name in ("verl", "rlinf", "mosaicml", "fairseq2", "llama-cookbook", "torchtitan"):
         # The tests of what the index does not have are skipped.
         environment.run(*download, "--only-binary", ":all:", "--dest", wheels, name, success_codes=[0, 1])
-    quiet = {**OFFLINE, "FLATPARAM_CLIENT_WHEELS": wheels}
+    cells = ROOT / "build" / "client-cells.jsonl"
+    cells.unlink(missing_ok=True)
+    quiet = {**OFFLINE, "FLATPARAM_CLIENT_WHEELS": wheels, "FLATPARAM_CLIENT_CELLS": str(cells)}
     environment.pytest("integration_tests/clients", *session.posargs, env=quiet)
     if not session.posargs:
-        # The table of docs/guides/client-peft.md.
+        # The tables of docs/guides/client-peft.md and from-fsdp2.md.
         environment.run("-m", "integration_tests.clients.page", env=quiet)
+        environment.run("-m", "integration_tests.clients.cells", cells, env=quiet)
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}

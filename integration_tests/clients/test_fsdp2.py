@@ -1,17 +1,17 @@
-"""Programs of accelerate, transformers, TRL and Lightning that use FSDP2, unchanged, with `python -m flatparam run` in front.
+"""Programs of accelerate, transformers and TRL that use FSDP2, started by their launchers with `flatparam run` in front.
 
-`nox -s clients` runs them, with torch's `fully_shard` and with flatparam's: the losses and norms are the same bits.
+`nox -s clients` runs them, with torch's `fully_shard` and with flatparam's: the losses and norms are the same bits. More
+programs, and what they resume, are in `cells.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
 
-from integration_tests.clients.running import OURS, PROGRAMS, Losses, after, losses_in, output_of
+from integration_tests.clients.running import OURS, PROGRAMS, Losses, losses_in, output_of
 
 if any(importlib.util.find_spec(name) is None for name in ("accelerate", "transformers", "peft")):
     pytest.skip("it takes accelerate, transformers and PEFT", allow_module_level=True)
@@ -19,22 +19,11 @@ if any(importlib.util.find_spec(name) is None for name in ("accelerate", "transf
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(1800)]
 
 CASES = {
-    "fsdp2_loop.py": [
-        "",
-        "--bf16",
-        "--accumulate",
-        "--checkpointing",
-        "--tied",
-        "--ram",
-        "--ram --tied --bf16",
-    ],
-    "fsdp2_trainer.py": ["", "--bf16 --accumulate", "--tied --checkpointing", "--full", "--lora"],
-    "fsdp2_lightning.py": [""],
-    "trl_trainers.py": [
-        f"SHARDED_STATE_DICT {kind} --fsdp2" for kind in ("sft", "dpo", "sft --lora --bf16", "reward --clip")
-    ],
+    "fsdp2_loop.py": ["", "--ram"],
+    "fsdp2_trainer.py": ["--tied --checkpointing"],
+    "trl_trainers.py": ["SHARDED_STATE_DICT sft --fsdp2 --lora --bf16"],
 }
-RESUMED = [("fsdp2_loop.py", ""), ("fsdp2_trainer.py", ""), ("fsdp2_trainer.py", "--full")]
+FSDP2_YAML = Path(__file__).resolve().parent / "fsdp2.yaml"
 
 
 def run(program: str, folder: Path, options: str, *, ours: bool) -> Losses:
@@ -50,20 +39,23 @@ def run(program: str, folder: Path, options: str, *, ours: bool) -> Losses:
 )
 def test_the_bits_of_fsdp2(program: str, options: str, tmp_path: Path) -> None:
     """Each loss, and each norm by which gradients are clipped, is that with torch's `fully_shard`."""
-    pytest.importorskip({"trl_trainers.py": "trl", "fsdp2_lightning.py": "lightning"}.get(program, "peft"))
+    pytest.importorskip({"trl_trainers.py": "trl"}.get(program, "peft"))
     theirs = run(program, tmp_path / "theirs", options, ours=False)
     assert len(theirs) == 8
     assert run(program, tmp_path / "ours", options, ours=True) == theirs
 
 
-@pytest.mark.parametrize(("program", "options"), RESUMED)
-@pytest.mark.parametrize("saved_by_us", [False, True], ids=["theirs", "ours"])
-def test_each_resumes_what_the_other_has_saved(
-    program: str, options: str, saved_by_us: bool, tmp_path: Path
-) -> None:
-    """A run that goes on from the second step in the other library has the losses of the run that was not interrupted."""
-    whole = run(program, tmp_path / "saved", options, ours=saved_by_us)
-    for ours in (False, True):
-        folder = tmp_path / f"resumed-{ours}"
-        shutil.copytree(tmp_path / "saved", folder)
-        assert run(program, folder, f"{options} --resume=2", ours=ours) == after(2, whole)
+@pytest.mark.parametrize("ram", ["true", "false"])
+def test_accelerate_launch(ram: str, tmp_path: Path) -> None:
+    """With accelerate's launcher and its file of settings, `cpu_ram_efficient_loading` or not, the bits are FSDP2's."""
+    found = {}
+    for runner in ((), OURS):
+        launch = ("-m", "accelerate.commands.launch", "--config_file", FSDP2_YAML)
+        options = ("--fsdp_cpu_ram_efficient_loading", ram, *runner, PROGRAMS / "on_cpu.py")
+        program = (PROGRAMS / "fsdp2_loop.py", tmp_path / str(len(runner)), "--launched")
+        found[runner] = losses_in(output_of(*launch, *options, *program), runner)
+    assert len(found[OURS]) == 8
+    assert found[OURS] == found[()]
+    # `flatparam run` in front of the launcher reaches the ranks that it starts.
+    front = output_of(*OURS, *launch, "--fsdp_cpu_ram_efficient_loading", ram, *options[-1:], *program)
+    assert losses_in(front, OURS) == found[OURS]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatparam_clients.second_door.sharding import fully_shard
+from flatparam_clients.second_door.door import fully_shard
 from flatparam_comm import (
     COMPLETED,
     Collectives,

@@ -20,15 +20,7 @@ arguments = TrainingArguments(
     report_to=[],
     disable_tqdm=True,
     fsdp=True,
-    fsdp_config={
-        "version": 1,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["GPT2Block"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "use_orig_params": True,
-        "sync_module_states": False,
-        "cpu_ram_efficient_loading": False,
-    },
+    fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]},
 )
 trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
 trainer.train(resume_from_checkpoint="saved/checkpoint-2" if "--resume" in sys.argv else None)

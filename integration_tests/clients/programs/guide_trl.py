@@ -27,15 +27,7 @@ arguments = SFTConfig(
     report_to=[],
     disable_tqdm=True,
     fsdp=True,
-    fsdp_config={
-        "version": 1,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "use_orig_params": True,
-        "sync_module_states": False,
-        "cpu_ram_efficient_loading": False,
-    },
+    fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 )
 trainer = SFTTrainer(
     model=LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=64, **shape, **ids)),

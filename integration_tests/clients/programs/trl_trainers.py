@@ -1,8 +1,8 @@
 """Training with TRL, as its users write it: `trl_trainers.py FOLDER FORM KIND`.
 
 It has four steps, and saves after every second one, or with `--batch=6`, which are the texts of a rank, after each. With
-`--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. KIND is `sft`, `dpo` or
-`reward`. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it clips gradients.
+`--resume=2` it goes on from the second, and with `--resume=3` from what that run has saved. KIND is `sft`, `dpo`,
+`reward` or `grpo`, which generates by the model, or with `--rollout` by a stand-in for a server of generators. With `--lora` it trains an adapter of PEFT, with `--bf16` in bfloat16, and with `--clip` it clips gradients.
 With `--accumulate` each step has two micro-batches, and with `--checkpointing` activations are computed again. With `--fsdp2`
 it uses FSDP2.
 """
@@ -23,12 +23,22 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 WORDS = [f"w{number}" for number in range(28)]
 TRAINERS: dict[str, tuple[Any, Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig, LlamaForCausalLM),
     "dpo": (DPOTrainer, DPOConfig, LlamaForCausalLM),
+    "grpo": (GRPOTrainer, GRPOConfig, LlamaForCausalLM),
     "reward": (RewardTrainer, RewardConfig, LlamaForSequenceClassification),
 }
 
@@ -47,6 +57,21 @@ def texts(start: int, number: int) -> list[str]:
     return [
         " ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(number)
     ]
+
+
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    """A reward for each completion."""
+    return [float(sum(map(ord, each)) % 7) for each in completions]
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """What a server would generate, and how likely it says that it is: made of the prompts."""
+    tokens = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    completions = [
+        [4 + (sum(each) + number * (place + 3)) % 28 for place in range(4)]
+        for number, each in enumerate(tokens)
+    ]
+    return {"prompt_ids": tokens, "completion_ids": completions, "logprobs": [[-3.0] * 4 for _ in tokens]}
 
 
 def main() -> None:
@@ -80,6 +105,7 @@ def main() -> None:
         gradient_checkpointing="--checkpointing" in sys.argv,
         report_to=[],
         disable_tqdm=True,
+        **({"num_generations": 2, "max_completion_length": 4} if kind == "grpo" else {}),
         fsdp=True,
         fsdp_config={
             "version": 2 if "--fsdp2" in sys.argv else 1,
@@ -92,6 +118,11 @@ def main() -> None:
         },
     )
     others: dict[str, Any] = {}
+    if kind == "grpo":
+        data = {"prompt": texts(0, rows)}
+        others["reward_funcs"] = rewards
+        if "--rollout" in sys.argv:
+            others["rollout_func"] = rollout
     if "--lora" in sys.argv:
         from peft import LoraConfig
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as package
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatparam
 from flatparam_clients.second_door.faces import ShardedParameter
@@ -240,17 +240,39 @@ def test_a_module_on_the_meta_device_gets_its_values_from_a_load() -> None:
     run_processes(2, on_meta)
 
 
-@pytest.mark.parametrize("is_root_apart", [False, True])
-def test_a_tie_after_sharding_is_refused(torch_world: None, is_root_apart: bool) -> None:
-    """A head that gets the embedding's parameter afterwards is refused by name, in whichever units both are."""
+def test_a_tie_after_sharding_inside_a_unit_is_refused(torch_world: None) -> None:
+    """A head that gets the embedding's parameter afterwards is refused by name; in another unit, both train one."""
     with flatparam.install():
         module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
-        if is_root_apart:
-            package.fully_shard(module[0])
         package.fully_shard(module)
         module[1].weight = module[0].weight
-        with pytest.raises(FlatParamError, match=r"'1\.weight' was tied to '(0\.)?weight' after"):
+        with pytest.raises(FlatParamError, match=r"'1\.weight' was tied to '0\.weight' after"):
             module(torch.tensor([1]))
+
+
+def tied_afterwards(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    twin = copy.deepcopy(module)
+    twin[1].weight = twin[0].weight
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    module[1].weight = module[0].weight
+    for model in (module, twin):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            model(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for child in module:
+        torch.testing.assert_close(child.weight.full_tensor(), twin[0].weight.detach())
+
+
+def test_a_tie_of_two_units_after_sharding_is_trained_as_one() -> None:
+    """The gradients of both are added up, and both have the values that were stepped."""
+    run_processes(2, tied_afterwards)
 
 
 def _clipped_beside_plain(world: Collectives, norm_type: float, is_frozen: bool) -> list[torch.Tensor]:
@@ -314,3 +336,95 @@ def test_a_policy_has_the_default_of_its_own_torch() -> None:
     of_torch = torch.float32 if is_later else torch.bfloat16
     expected = [of_torch, torch.float32, torch.bfloat16, torch.float32]
     assert run_processes(2, reducing) == [expected] * 2
+
+
+def given_parameters(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    mesh = module[0].weight.device_mesh
+    whole = torch.arange(16.0).view(4, 4) / 16
+
+    # One for two units, and one that is frozen after it was put in its place.
+    module[0].weight = module[1].weight = tied = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    module[2].weight = last = nn.Parameter(distribute_tensor(whole[:2], mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([tied, last, module[2].bias], lr=0.5, fused=True)
+    module[2].bias.requires_grad_(False)
+    last.requires_grad_(False)
+    # The same by one process.
+    twin = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    twin[0].weight = twin[1].weight = nn.Parameter(whole.clone())
+    twin[2].load_state_dict({"weight": whole[:2], "bias": module[2].bias.full_tensor()})
+    alone = torch.optim.AdamW([twin[0].weight], lr=0.5, fused=True)
+    for _ in range(3):
+        for model, stepped in ((module, optimizer), (twin, alone)):
+            loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+        assert module[0].weight is module[1].weight is tied
+        assert isinstance(tied, ShardedParameter)
+        torch.testing.assert_close(tied.full_tensor(), twin[0].weight.detach())
+        # Both units gather it.
+        for child in module[:2]:
+            child.unshard()
+            torch.testing.assert_close(child.weight.detach(), twin[0].weight.detach())
+            child.reshard()
+        assert torch.equal(module[2].weight.full_tensor(), whole[:2])
+        assert module[2].weight.grad is None
+
+
+def test_a_parameter_that_is_put_in_a_place_is_the_one_that_is_trained() -> None:
+    """An optimizer that was made of it before the first pass steps it, frozen or not, in the places of two units, too.
+
+    So loads transformers: it puts new parameters into a model that is sharded on the meta device, and ties some.
+    """
+    run_processes(2, given_parameters)
+
+
+class Kind(nn.Parameter):
+    """A class of its own, as of quantised weights, whose objects note what their bytes mean."""
+
+
+def of_its_own_class(ranks: Collectives) -> None:
+    flatparam.install()
+    module: Any = nn.Linear(3, 4)
+    module.weight = Kind(module.weight.detach(), requires_grad=False)
+    module.weight.meaning = "scales"
+    module.bias.note = "of a user"
+    package.fully_shard(module)
+    assert (type(module.weight), hasattr(module.weight, "meaning")) == (ShardedParameter, False)
+    assert module.bias.note == "of a user"
+    module.unshard()
+    assert (type(module.weight), module.weight.meaning) == (Kind, "scales")
+    module.reshard()
+    # Libraries that shard say so.
+    module._is_fsdp_managed_module = True
+
+
+def test_a_class_of_its_own_is_seen_while_the_parameter_is_full() -> None:
+    """A `DTensor` is no such object, with torch's FSDP2 neither: bitsandbytes would save what it notes beside the bytes."""
+    run_processes(2, of_its_own_class)
+
+
+def numbers_drawn(ranks: Collectives) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before = torch.get_rng_state()
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (child.weight.full_tensor() for child in module)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:2], first[1:])
+
+
+def test_sharding_draws_no_numbers() -> None:
+    """What a program draws after it has sharded a module on the meta device is what it draws with torch's function."""
+    run_processes(2, numbers_drawn)

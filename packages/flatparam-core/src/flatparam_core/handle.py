@@ -36,6 +36,7 @@ from flatparam_core.exposure import (
     ParamInfo,
     clear_owner,
     mark_owner,
+    owner_of,
 )
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Unflattened
@@ -323,7 +324,11 @@ class FlatParamHandle:
         self.exposure.refresh()
         for index, old in taken.items():
             clear_owner(old)
-            mark_owner(self.exposure.originals()[index], self, index)
+            # Of one that two units show, the first is the owner.
+            faces = () if self.faces is None else (self.exposure.listed()[index],)
+            for each in (self.exposure.originals()[index], *faces):
+                if self.faces is None or owner_of(each) is None:
+                    mark_owner(each, self, index)
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""

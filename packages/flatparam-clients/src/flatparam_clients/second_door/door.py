@@ -2,20 +2,122 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import importlib
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatparam
+from flatparam.in_place.module import class_for
 from flatparam_clients.names import FSDP, STATE_FUNCTIONS
-from flatparam_clients.second_door.presented import routed
-from flatparam_clients.second_door.sharding import fully_shard
+from flatparam_clients.second_door.faces import DTensorFaces
+from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
+from flatparam_clients.second_door.presented import PresentedModule, routed
+from flatparam_comm import ProcessGroupCollectives
+from flatparam_core import CHUNK, LayoutRule
+from flatparam_runtime import unit_of
 
-__all__ = ["fsdp2_names", "share_comm_ctx", "sharded_by_torch"]
+_CALLS: Final = itertools.count(1)
+
+
+def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) -> Any:
+    """Shard a module in place as `flatparam.fully_shard` does, and have its parameters be `DTensor`s, as torch's are.
+
+    Each is cut along dimension 0 in as many chunks as there are ranks, so that its local part has the rows that torch's
+    `fully_shard` would give this rank.
+
+    Args:
+        module: the module, or a list of modules.
+        mesh: see `flatparam.fully_shard`; by default one of all ranks.
+        named: see `flatparam.fully_shard`.
+
+    Returns:
+        What was passed.
+
+    Raises:
+        ValueError, TypeError, FlatParamError: see `flatparam.fully_shard`.
+    """
+    modules = [module] if isinstance(module, nn.Module) else [*module]
+    if mesh is None:
+        mesh = _mesh_of_all(modules)
+    # Both may come from a generator, and are looked at twice.
+    ignored = [*(named.pop("ignored_params", None) or ())]
+    _check_dimensions(modules, {*ignored})
+    named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
+    if "mp_policy" in named:
+        named["mp_policy"] = _with_default_of_torch(named["mp_policy"], modules)
+    with _numbers_of_its_own(modules):
+        flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
+    have_optimizers_step_parts()
+    faces = DTensorFaces.over(mesh)
+    for each in modules:
+        unit = unit_of(each)
+        assert unit is not None
+        if isinstance(unit.topology.shard, ProcessGroupCollectives):
+            # The order in which FSDP2's sums over gloo are made.
+            unit.topology.shard.adds_in_rank_order = False
+        for handle in unit.handles:
+            handle.wear(faces)
+        kind: Any = type(each)
+        each.__class__ = class_for(kind._sharded_class, PresentedModule)
+    return module
+
+
+@contextlib.contextmanager
+def _numbers_of_its_own(modules: list[nn.Module]) -> Iterator[None]:
+    """Have a call draw numbers of its own for modules on the meta device; torch's leaves them there, and draws none."""
+    if not any(parameter.is_meta for each in modules for parameter in each.parameters()):
+        yield
+        return
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if here is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type="cuda" if here is None else here.type):
+        seed = torch.initial_seed() + next(_CALLS)
+        for kind in (torch.default_generator, *([] if here is None else [torch.get_device_module(here)])):
+            kind.manual_seed(seed)
+        yield
+
+
+def _chunks(name: str, parameter: nn.Parameter) -> LayoutRule:
+    return CHUNK
+
+
+def _with_default_of_torch(policy: Any, modules: list[nn.Module]) -> Any:
+    """Return the policy with the dtype of reductions that the torch whose class it is takes if none is named.
+
+    From 2.15 on, whose policies have a function for single parameters, that is the parameters' own dtype.
+    """
+    if not hasattr(policy, "param_dtype_override_fn") or policy.param_dtype is None or policy.reduce_dtype:
+        return policy
+    own = (p.dtype for each in modules for p in each.parameters() if p.is_floating_point())
+    return dataclasses.replace(policy, reduce_dtype=next(own, None))
+
+
+def _mesh_of_all(modules: list[nn.Module]) -> DeviceMesh:
+    here = next((parameter.device.type for each in modules for parameter in each.parameters()), "cpu")
+    kind = here if here not in ("meta", "cpu") else "cpu"
+    if here in ("meta", "cpu") and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _check_dimensions(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    for each in modules:
+        for name, parameter in each.named_parameters():
+            if not parameter.dim() and parameter not in ignored:
+                raise ValueError(
+                    f"fully_shard: {name!r} has no dimension to cut: give it shape (1,), or list it in ignored_params"
+                )
+
 
 _HOMES: Final = (
     FSDP,

@@ -14,8 +14,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from flatparam_core import ParamSpec
 
-__all__ = ["DTensorFaces", "ShardedParameter", "as_presented", "as_stored"]
-
 _HELD_HERE: Final = 3
 """The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
 
@@ -149,8 +147,9 @@ class DTensorFaces:
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
         face.original, face._shown_grad = original, None
-        noted = {name: value for name, value in vars(original).items() if not name.startswith("_fsdp")}
-        vars(face).update(noted)
+        # A class of its own notes what its bytes mean, and the face is no such object.
+        noted = vars(original).items() if type(original) is nn.Parameter else ()
+        vars(face).update({name: value for name, value in noted if not name.startswith("_fsdp")})
         return face  # type: ignore[no-any-return]  # nn.Parameter is what it passes for
 
     def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
@@ -171,6 +170,23 @@ class DTensorFaces:
         if given.placements != self.placements or given.device_mesh != self.mesh:
             found = given.redistribute(self.mesh, self.placements)
         return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
+
+    def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
+        """Make a `DTensor` that somebody has put in the place of `face` the face: an optimizer may hold it already."""
+        assert isinstance(face, ShardedParameter)
+        newcomer: Any = given
+        if type(newcomer) is not DTensor:
+            # One of another unit's is tied to it now.
+            return given if isinstance(given, ShardedParameter) else face
+        face.original.requires_grad_(given.requires_grad)
+        newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
+        vars(newcomer).update(original=face.original, _shown_grad=None)
+        return given
+
+    def original(self, face: nn.Parameter) -> nn.Parameter:
+        """Return the plain parameter that flatparam trains."""
+        assert isinstance(face, ShardedParameter)
+        return face.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""

@@ -17,8 +17,6 @@ from torch import optim
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
 from flatparam_state.optimizer import HOLDERS
 
-__all__ = ["have_optimizers_step_parts"]
-
 _HELD: Final = "_flatparam_held"
 """The attribute of an optimizer that says what stands for the parts that it steps."""
 

@@ -14,8 +14,6 @@ from flatparam.in_place.module import FSDPModule
 from flatparam_clients.names import STATE_FUNCTIONS
 from flatparam_core import FlatParamError
 
-__all__ = ["PresentedModule", "presents", "routed"]
-
 _TAKEN_FOR_GRANTED: Final[Mapping[str, str]] = {
     "set_force_sum_reduction_for_comms": "collectives always sum, and the division is ours",
     "set_reduce_scatter_unused_params": "parameters without a gradient on some rank always take part",
@@ -50,6 +48,10 @@ class PresentedModule(FSDPModule):
                 unit.reshard()
         ask: Any = super(FSDPModule, self).state_dict
         return ask(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    _is_fsdp_managed_module = (
+        True  # Torch's FSDP2 notes it for the compiler, and libraries that shard by it, too.
+    )
 
     def _fqn_modifiers(self) -> dict[str, str]:  # type: ignore[override]  # the class refuses
         """Tell torch's functions of state that no name is changed."""

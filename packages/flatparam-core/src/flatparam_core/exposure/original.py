@@ -44,6 +44,8 @@ class OriginalExposure:
     """The sharded form: the originals, or a face of each."""
     _changes: int = 0
     """The number of changes of originals that are gone."""
+    _tied: set[int] = attrs.field(factory=set)
+    """The originals that are another unit's, since a face was put in two places."""
     _pieces: ShardPieces = attrs.field(init=False)
     _is_here: list[bool] = attrs.field(init=False)
     """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
@@ -86,6 +88,11 @@ class OriginalExposure:
 
     def __getstate__(self) -> tuple[object, ...]:
         """Return the state for a copy."""
+        if self._tied:
+            raise FlatParamError(
+                f"rank {self.flat_param.rank}: expected ties between units from before sharding, found later ones of "
+                f"{[self._sites.infos[index][0].fqn for index in self._tied]}: copy the model before it is sharded"
+            )
         return self.flat_param, self._originals, self._sites, self.faces
 
     def __setstate__(self, state: tuple[FlatParameter, list[nn.Parameter], Sites, Faces | None]) -> None:
@@ -140,10 +147,14 @@ class OriginalExposure:
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """Copy what originals were given into new memory; an object put in an original's place becomes it."""
+        for index in self._tied:
+            # In any case: the steps of fused optimizers count no change.
+            self._pieces.views(self.flat_param.data)[index].copy_(self._originals[index].data)
+            self._addresses[index] = self._originals[index].data_ptr()
         registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._shown))
         if all(registered) and not self.was_given_data:
             return {}
-        given: dict[int, nn.Parameter] = {}
+        given, newcomers = dict[int, nn.Parameter](), dict[int, nn.Parameter]()
         for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
             found = infos[0].module._parameters.get(infos[0].param_name)
             for info in infos[1:]:
@@ -157,6 +168,7 @@ class OriginalExposure:
             if found is not self._shown[index]:
                 self._refuse_sharded(found, index)
                 given[index] = found if self.faces is None else self.faces.own_part(found)
+                newcomers[index] = found
             elif parameter.data_ptr() != self._addresses[index]:
                 given[index] = parameter
         parts = {index: new_values(self.flat_param, index, found) for index, found in given.items()}
@@ -164,6 +176,7 @@ class OriginalExposure:
         if given:
             give_values(self.flat_param, parts)
         if self.faces is not None:
+            self._adopt(newcomers, self.faces)
             self._sites.put_back([*given])
             return before
         for index, found in given.items():
@@ -176,13 +189,25 @@ class OriginalExposure:
         return before
 
     def _refuse_sharded(self, found: nn.Parameter, index: int) -> None:
+        """Refuse another parameter that is sharded; only a face may be tied, to one of another unit."""
         handle, at = owner_of(found) or (None, index)
-        if handle is not None and (handle.flat_param is not self.flat_param or at != index):
+        is_own = handle is not None and handle.flat_param is self.flat_param
+        if handle is not None and (at != index if is_own else self.faces is None):
             raise FlatParamError(
                 f"parameter {self._sites.infos[index][0].fqn!r} was tied to {handle.layout.fqns[at]!r} after its "
                 "module was sharded, so both would be trained; tie parameters before sharding, or copy the values "
                 "inside summon_full_params()"
             )
+
+    def _adopt(self, newcomers: Mapping[int, nn.Parameter], faces: Faces) -> None:
+        """Have what was put in the places of faces be the faces: an optimizer may hold it already."""
+        # A copy has no faces yet.
+        for index, found in newcomers.items() if self._shown is not self._originals else ():
+            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, self._shown[index])
+            if (original := faces.original(face)) is not self._originals[index]:
+                self._changes += self._originals[index]._version + 1
+                self._originals[index] = original
+                self._tied.add(index)
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the original `index` under the names `infos` of another unit's modules too."""
@@ -191,12 +216,14 @@ class OriginalExposure:
     def refresh(self) -> None:
         """Make the originals views of the flat parameter's memory."""
         parts = self._pieces.views(self.flat_param.detach())
-        for parameter, part in zip(self._originals, parts, strict=True):
-            give_data(parameter, part)
+        for index, (parameter, part) in enumerate(zip(self._originals, parts, strict=True)):
+            if index not in self._tied:
+                give_data(parameter, part)
         self._addresses = [*map(torch.Tensor.data_ptr, self._originals)]
         if self.faces is not None and self._shown is not self._originals:
-            for face, parameter in zip(self._shown, self._originals, strict=True):
-                self.faces.follow(face, parameter)
+            for index, (face, parameter) in enumerate(zip(self._shown, self._originals, strict=True)):
+                if index not in self._tied:
+                    self.faces.follow(face, parameter)
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Register full tensors (or `None`) under the parameters' names."""

@@ -36,6 +36,14 @@ class Faces(Protocol):
         """Return this rank's part of what somebody has put in the place of a face; or what was given."""
         ...
 
+    def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
+        """Return the face to show now that `given` was put in the place of `face`: `given` itself, if it can be one."""
+        ...
+
+    def original(self, face: nn.Parameter) -> nn.Parameter:
+        """Return what `face` stands for; it is another unit's, if a face of that unit was put in two places."""
+        ...
+
 
 class Exposure(Protocol):
     """The tensors under the parameters' names while a unit is sharded, and the place where its gradients appear."""
