@@ -267,6 +267,7 @@ def run(session: nox.Session) -> None:
 
 PROGRAMS: Mapping[str, Sequence[str]] = {
     "train": ("tools/train.py",),  # the main job: a GPT on two ranks over real text
+    "complaints": ("-m", "integration_tests.complaints"),  # public ones, beside torch: docs/complaints.md
     "faults": ("-m", "integration_tests.faults.scoreboard"),  # every fault on one rank, beside torch's FSDP1
     "fuzz": ("-m", "packages.flatparam-files.tests.fuzzing"),  # changed files for every reader of checkpoints
     "layouts": ("tools/layouts_page.py",),  # the tables of docs/layouts.md

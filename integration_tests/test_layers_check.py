@@ -153,18 +153,14 @@ def test_the_extra_of_tests_has_the_tools(house: House) -> None:
 
 def test_an_add_on_imports_what_is_open(house: House) -> None:
     """Of the wrapper it imports public names, and those of the modules that are listed for add-ons; no other."""
-    house.write("flatparam", "resolving/__init__.py", "__all__ = ['shown']\nshown = hidden = 1\n")
-    house.write(
-        "flatparam", "policies/policy.py", "__all__ = ['CustomPolicy']\n_Policy = _Other = CustomPolicy = 1\n"
-    )
-    sound = "from flatparam import public\nfrom flatparam.resolving import shown\n"
-    house.write(
-        "flatparam-plan", "it.py", f"{sound}from flatparam.policies.policy import CustomPolicy, _Policy\n"
-    )
+    house.write("flatparam", "compat/__init__.py", "__all__ = ['shown']\nshown = hidden = 1\n")
+    house.write("flatparam", "wrap.py", "__all__ = ['CustomPolicy']\n_Policy = _Other = CustomPolicy = 1\n")
+    sound = "from flatparam import public\nfrom flatparam.compat import shown\n"
+    house.write("flatparam-plan", "it.py", f"{sound}from flatparam.wrap import CustomPolicy, _Policy\n")
     assert house.problems() == []
     for code, complaint in (
-        ("from flatparam.resolving import hidden", "hidden is not a public name of flatparam.resolving"),
-        ("from flatparam.policies.policy import _Other", "_Other is not a public name"),
+        ("from flatparam.compat import hidden", "hidden is not a public name of flatparam.compat"),
+        ("from flatparam.wrap import _Other", "_Other is not a public name"),
         ("from flatparam._hidden import secret", "flatparam._hidden is a private module"),
         ("from flatparam_core._hidden import secret", "flatparam_core._hidden is a private module"),
     ):

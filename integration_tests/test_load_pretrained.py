@@ -31,7 +31,7 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_checkpoint.pretrained.loading import _settings_alike
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_comm.testing import run_processes
-from flatparam_files.disk import ByteFile
+from flatparam_files.disk.system import ByteFile
 from flatparam_state import open_source, read_pretrained, write_dcp, write_hugging_face
 
 MODELS, WORLDS = (import_module(f"packages.flatparam.tests.{name}") for name in ("models", "worlds"))

@@ -51,8 +51,8 @@ def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
 def test_the_command_of_a_page_exists(name: str) -> None:
     """Each page of the list is written by a tool that is there."""
     first, *rest = pages.PAGES[name]
-    path = pages.ROOT / (f"{rest[0].replace('.', '/')}.py" if first == "-m" else first)
-    assert path.is_file() or (path / "__main__.py").is_file()
+    path = pages.ROOT / (rest[0].replace(".", "/") if first == "-m" else first)
+    assert path.is_file() or path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 def test_pages_are_chosen_by_name() -> None:

@@ -4,6 +4,7 @@ import ast
 import collections
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import run
+from house import ADDONS, LAYERS
 
 OFFLINE = "WARNING: Retrying after NewConnectionError\nERROR: No matching distribution found for nox"
 NO_SUCH_TORCH = "ERROR: No matching distribution found for torch==9.9"
@@ -261,3 +263,62 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
     assert run.main([]) == run.LACKING
     assert "tools/run.py train" in capsys.readouterr().out
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    """Return what the script gives pip for these arguments."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or 0)
+    assert run.main(["install", *arguments]) == 0
+    ((python, *rest),) = calls
+    assert rest[:3] == ["-m", "pip", "install"]
+    return [python, *(each.replace(str(run.ROOT / "packages") + "/", "") for each in rest[3:])]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), {*LAYERS, *ADDONS}),
+        (("core",), {"flatparam-core"}),
+        (
+            ("flatparam-files", "onehost"),
+            {"flatparam-files", "flatparam-core", "flatparam-onehost", "flatparam-comm"},
+        ),
+        (("simdev[worlds]",), {"flatparam-simdev[worlds]", "flatparam-comm", "flatparam-core"}),
+    ],
+)
+def test_install_names_all_that_is_needed(
+    names: tuple[str, ...], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one call of pip, which finds none of them on an index; the rest goes to pip."""
+    python, *found = installed(monkeypatch, *names, "--", "--no-deps")
+    assert python == sys.executable
+    assert found[-1] == "--no-deps"
+    assert sorted(found[:-1]) == sorted(expected)
+
+
+def test_install_into_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Python of the environment installs; without one, and for an unknown package, a sentence says what to do."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    assert installed(monkeypatch, "--into", str(tmp_path), "core")[0] == str(tmp_path / "bin" / "python")
+    for arguments, sentence in (
+        (["--into", str(tmp_path / "none")], f"-m venv {tmp_path}/none"),
+        (["corre"], "There is no package 'flatparam-corre' here; there are flatparam, flatparam-"),
+        (["--into"], "--into takes a virtual environment"),
+    ):
+        assert run.main(["install", *arguments]) == run.LACKING
+        assert sentence in capsys.readouterr().err
+
+
+def test_no_page_installs_from_an_index() -> None:
+    """Nothing of ours is on one: a page that says `pip install flatparam` would send a reader to an error."""
+    pages = [
+        *(run.ROOT / "docs").rglob("*.md"),
+        run.ROOT / "README.md",
+        *run.ROOT.glob("packages/*/README.md"),
+    ]
+    command = re.compile(r"^\$ .*pip install\b.*[ \"']flatparam", re.MULTILINE)
+    assert [page.relative_to(run.ROOT) for page in pages if command.search(page.read_text("utf-8"))] == []

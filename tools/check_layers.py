@@ -19,11 +19,28 @@ from house import ADDONS, LAYERS, PACKAGES, TOOLS, read_toml, tested_with
 
 # The public names of a package are the `__all__` of itself and of these modules in it.
 PUBLIC_SUBMODULES: Final = ("testing",)
-# Modules whose `__all__` add-ons and tools may use, too; all of flatparam-files is open, comm may use the worlds of
-# simdev, and the wrapper's first two are public.
+# Modules whose public names add-ons and tools may use, too: their `__all__`, or what is defined there. Comm
+# may use the worlds of simdev, and the wrapper's first two are public.
 OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-simdev": ("worlds",),
-    "flatparam-files": ("checkpoint", "command", "disk", "formats"),
+    "flatparam-files": (
+        "checkpoint.commit",
+        "checkpoint.directory",
+        "checkpoint.fields",
+        "checkpoint.lock",
+        "checkpoint.manifest",
+        "checkpoint.rank_part",
+        "checkpoint.reader",
+        "checkpoint.values",
+        "command",
+        "disk.limits",
+        "disk.source",
+        "disk.system",
+        "formats.hugging_face",
+        "formats.output",
+        "formats.stored_tensors",
+        "formats.whole_sources",
+    ),
     "flatparam-comm": (
         "checks",
         "collectives",
@@ -32,14 +49,24 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "hosts",
         "process_group.c10d",
         "process_group.engine",
-        "process_group.exchanging",
         "process_group.groups",
-        "rank_texts",
-        "sealed_memory",
         "topology.transports",
     ),
     "flatparam-runtime": ("optimizers.torch_optimizers",),
-    "flatparam-state": ("at_rest", "forms", "model_tensors", "optimizer", "ranks", "values_later"),
+    "flatparam-state": (
+        "at_rest",
+        "forms.chunker",
+        "forms.deferred",
+        "forms.tiling",
+        "model.collect",
+        "model.load",
+        "model_tensors",
+        "optimizer",
+        "optimizer.first_state",
+        "optimizer.held",
+        "places",
+        "ranks",
+    ),
     "flatparam": (
         "api",
         "command",
@@ -49,27 +76,22 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint.state_dict",
         "fully_sharded_data_parallel",
         "in_place.module",
+        "observing.debug_log",
         "observing.picture",
-        "observing.stopwatch",
-        "observing.table",
-        "observing.whole_program",
-        "policies.policy",
-        "promised",
-        "resolving",
-        "sharding.extension_point",
+        "observing.traces",
+        "resolving.arguments",
         "sharding.extensions",
+        "state.load_hooks",
         "state.optimizer",
-        "state.settings",
-        "state.streaming",
+        "state.form_settings",
+        "wrap",
         "wrapper.interior",
-        "wrapper.parameters",
-        "wrapper.ranks",
         "wrapper.refusing",
     ),
-    "flatparam-clients": ("older_functions", "rekeying"),
+    "flatparam-clients": ("older_functions",),
 }
 # In no `__all__`, as in torch, and open all the same.
-OPEN_NAMES: Final = {"flatparam.policies.policy._Policy": "the base class of FSDP1's policies"}
+OPEN_NAMES: Final = {"flatparam.wrap._Policy": "the base class of FSDP1's policies"}
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -161,11 +183,12 @@ class Package:
         return table
 
     def public_names(self, submodule: str = "") -> set[str] | None:
-        """Return the `__all__` of the package or of one of its modules; None where there is none."""
+        """Return the public names of the package or of one of its modules: its `__all__`, or what a module defines."""
         base = self.path / "src" / self.module / submodule
         for path in (base / "__init__.py", base.with_suffix(".py")):
             if path.exists():
-                return _dunder_all(ast.parse(path.read_text(encoding="utf-8")))
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+                return _dunder_all(tree) or (_defined(tree) if path.name != "__init__.py" else None)
         return None
 
 
@@ -252,6 +275,18 @@ def _dunder_all(tree: ast.Module) -> set[str] | None:
             strings = [n.value for n in ast.walk(value) if isinstance(n, ast.Constant)] if value else []
             names = (names or set()) | {text for text in strings if isinstance(text, str)}
     return names
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines at its top, but for private ones."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return {name for name in names if not name.startswith("_")}
 
 
 def _is_or_is_under(name: str, module: str) -> bool:
@@ -470,7 +505,7 @@ class _Annotations:
                             mentioned.setdefault(target.id, set()).update(_mentioned(node))
                             own |= _mentioned(node)
                 if source.path.name == "names.py":
-                    names |= _dunder_all(source.tree) or set()
+                    names |= _dunder_all(source.tree) or _defined(source.tree)
         return cls(mentioned, classes, of_package, names)
 
     def reached_from(self, package: Package) -> set[str]:

@@ -22,6 +22,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 #: The command that writes each page, or the tables of it.
 PAGES: Final[Mapping[str, Sequence[str]]] = {
     "compatibility": ("tools/matrix", "--page"),
+    "complaints": ("-m", "integration_tests.complaints"),
     "errors": ("docs/test_errors.py",),
     "fsdp2-clients": ("-m", "integration_tests.clients.cells", "build/client-cells.jsonl"),
     "layouts": ("tools/layouts_page.py",),

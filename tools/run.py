@@ -4,11 +4,14 @@
     python3 tools/run.py test [-- ARGS]     run every check; ARGS go to nox instead, e.g. -- -s lint types
     python3 tools/run.py test core [ARGS]   run the tests of packages, from their sources; ARGS go to pytest
     python3 tools/run.py env                only set up
+    python3 tools/run.py install [--into VENV] [NAMES] [-- ARGS]
+                                            install packages of this checkout, with all that they need, beside your own
+                                            program: into VENV, or the Python that runs this; ARGS go to pip
 
-What it sets up is one environment, .venv in this checkout, with the versions of tools/constraints.txt; a second call
-finds it and goes straight on. Then it hands over to nox (noxfile.py). pip reads its own configuration, so PIP_INDEX_URL
-and the like choose another index, and FLATPARAM_TORCH=2.11.0 another torch. Exit codes: 2 says that this machine lacks
-something, 3 that an installation failed; any other is the one of what was run.
+What the first four set up is one environment, .venv in this checkout, with the versions of tools/constraints.txt; a
+second call finds it and goes straight on. Then it hands over to nox (noxfile.py). pip reads its own configuration, so
+PIP_INDEX_URL and the like choose another index, and FLATPARAM_TORCH=2.11.0 another torch. Exit codes: 2 says that this
+machine lacks something, 3 that an installation failed; any other is the one of what was run.
 
 Standard library only, and written so that older Pythons can parse it and be told that they are too old.
 """
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, NoReturn, Tuple
+from typing import Dict, List, NoReturn, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
@@ -377,8 +380,69 @@ def env(arguments: List[str]) -> int:
 COMMANDS = {"train": train, "test": test, "env": env}
 
 
+# Installing into somebody's own environment
+
+
+def needed_by(names: List[str]) -> List[str]:
+    """Return what pip is to install for `names`, paths with extras: these packages, and all of ours that they need.
+
+    Each is the name of a package, or what comes after `flatparam-`, with extras in brackets if it is to have some.
+    """
+    packages = ROOT / "packages"
+    extras: Dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name, bracket, chosen = waiting.pop(0).partition("[")
+        if not (packages / name / "pyproject.toml").exists():
+            name = "flatparam-" + name
+        if not (packages / name / "pyproject.toml").exists():
+            known = ", ".join(sorted(each.name for each in packages.glob("flatparam*")))
+            raise Stop(LACKING, "There is no package %r here; there are %s." % (name, known))
+        if name in extras and not bracket:
+            continue
+        extras[name] = extras.get(name) or bracket + chosen
+        text = (packages / name / "pyproject.toml").read_text(encoding="utf-8")
+        for field in ["dependencies", *re.findall(r"[\w-]+", chosen)]:
+            listed = re.search(r"^%s = \[(.*?)\]$" % re.escape(field), text, re.MULTILINE | re.DOTALL)
+            waiting += re.findall(r'"(flatparam[\w-]*(?:\[[\w,-]+\])?)', listed.group(1)) if listed else []
+    return [str(packages / name) + chosen for name, chosen in extras.items()]
+
+
+def python_of(environment: str) -> Path:
+    """Return the Python of a virtual environment, or `environment` itself if it is a program."""
+    place = Path(environment)
+    found = [place / "bin" / "python", place / "Scripts" / "python.exe", place]
+    for each in found:
+        if each.is_file():
+            return each
+    raise Stop(LACKING, "%s has no Python: make it by %s -m venv %s" % (place, sys.executable, place))
+
+
+def install_packages(arguments: List[str]) -> int:
+    """Install packages of this checkout, in one call of pip: it would look for the others on its index."""
+    more: List[str] = []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, more = arguments[:at], arguments[at + 1 :]
+    python = Path(sys.executable)
+    if arguments[:1] == ["--into"]:
+        if len(arguments) < 2:
+            raise Stop(LACKING, "--into takes a virtual environment, or the path of a Python.")
+        python, arguments = python_of(arguments[1]), arguments[2:]
+    places = needed_by(arguments or ["flatparam"])
+    say("Installing %s into the environment of %s" % (", ".join(Path(p).name for p in places), python))
+    return subprocess.call([str(python), "-m", "pip", "install", *places, *more])
+
+
 def main(arguments: List[str]) -> int:
     """Run one command and return the exit code."""
+    if arguments[:1] == ["install"]:
+        try:
+            check_python()
+            return install_packages(arguments[1:])
+        except Stop as stop:
+            print(stop, file=sys.stderr, flush=True)
+            return stop.code
     if not arguments or arguments[0] not in COMMANDS:
         print(__doc__)
         return 0 if arguments[:1] in (["-h"], ["--help"], ["help"]) else LACKING

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from flatparam import FullyShardedDataParallel, fully_shard
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
-from flatparam_state import places_in
+from flatparam_state.places import places_in
 
 RANKS: Final = 2
 STEPS: Final = 4

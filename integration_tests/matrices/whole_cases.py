@@ -17,7 +17,7 @@ from flatparam_comm import Collectives, gather_shards, run_threads
 from flatparam_comm.testing import rectangle
 from flatparam_optim.whole_optimizer import WholeOptimizer
 from flatparam_runtime import no_sync
-from flatparam_state import places_in
+from flatparam_state.places import places_in
 
 Results = dict[str, Tensor]
 STEPS = 3

@@ -22,7 +22,7 @@ from flatparam import (
 )
 from flatparam_comm import Collectives
 from flatparam_core import all_thresholds, clean_fqn
-from flatparam_state import held_parameters as held_parameters_of
+from flatparam_state.optimizer.held import held_parameters as held_parameters_of
 from integration_tests.parity.runs import Named, gradients_of, parameters_of
 from integration_tests.parity.sharded import FlatPart, held_gradients, held_parameters, replace
 from integration_tests.programs.recipes import PRECISIONS, Configuration, Micro, Program, Step

@@ -65,7 +65,7 @@ def _refusal(world: World, row: Row) -> str:
     from flatparam.wrap import ModuleWrapPolicy
     from flatparam_core import FlatParamError
     from flatparam_runtime import units_in
-    from flatparam_runtime.passes.graphs import check_no_graphs
+    from flatparam_runtime.passes.tree import check_no_graphs
 
     model: Any = Model(2).to(world.device)
     model.relu = torch.nn.ReLU()

@@ -52,7 +52,7 @@ def copied(world: World, has_priorities: bool) -> tuple[list[float], list[int]]:
     """What is copied to the device and back, and the priorities of the streams."""
     import torch
 
-    from flatparam_comm.transfer.accelerator import Streams
+    from flatparam_comm.transfer.streams import Streams
     from flatparam_simdev import device
 
     with device.behaving("has_priorities", has_priorities):

@@ -16,7 +16,7 @@ from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives, SingleCollectives, Topology
 from flatparam_comm.testing import run_threads
 from flatparam_files import CheckpointError, verify_checkpoint
-from flatparam_files.checkpoint.sealed import read_sealed, seal
+from flatparam_files.checkpoint.fields import read_sealed, seal
 from flatparam_runtime import UnitPlan, shard_module
 from flatparam_state import optimizer_state_dict
 

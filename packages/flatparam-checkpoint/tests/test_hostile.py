@@ -17,7 +17,7 @@ import torch
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_files import CheckpointError, open_checkpoint, verify_checkpoint
-from flatparam_files.checkpoint.sealed import read_sealed, seal, unseal
+from flatparam_files.checkpoint.fields import read_sealed, seal, unseal
 from flatparam_files.disk.safetensors import decode_header, read_header
 from flatparam_files.disk.source import Span
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_files import CheckpointError, UnreadableError, open_checkpoint, verify_checkpoint
-from flatparam_files.disk import open_regular
+from flatparam_files.disk.system import open_regular
 from flatparam_runtime import SingleCollectives
 
 from .small import SmallRun

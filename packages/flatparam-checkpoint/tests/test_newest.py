@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from flatparam_checkpoint.load import session
+from flatparam_checkpoint.load import load_session
 from flatparam_files import CheckpointError, open_checkpoint, verify_checkpoint
 from flatparam_files.checkpoint import reader as reading
-from flatparam_files.checkpoint.sealed import read_sealed, seal
+from flatparam_files.checkpoint.fields import read_sealed, seal
 
 from .small import SmallRun
 
@@ -172,7 +172,7 @@ def test_loading_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = read_sealed(root / "step-00000010" / "manifest.json")["save_id"]
     (root / "latest").write_bytes(seal({"name": "step-00000010", "save_id": before}))
     shutil.rmtree(root / "step-00000015")
-    function = session._check_presence
+    function = load_session._check_presence
 
     def meanwhile(*arguments: Any) -> None:
         # A writer has gone on to step 15, and keeps one checkpoint.
@@ -182,7 +182,7 @@ def test_loading_beside_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             shutil.rmtree(root / "step-00000010")
         function(*arguments)
 
-    monkeypatch.setattr(session, "_check_presence", meanwhile)
+    monkeypatch.setattr(load_session, "_check_presence", meanwhile)
     assert SmallRun(root).resume() == 15
 
 
@@ -191,7 +191,7 @@ def test_loading_a_step_beside_retention(tmp_path: Path, monkeypatch: pytest.Mon
     root = tmp_path / "run"
     saved(root, 10)
     run = SmallRun(root)
-    deleted_before(monkeypatch, session, "_check_presence", root / "step-00000005")
+    deleted_before(monkeypatch, load_session, "_check_presence", root / "step-00000005")
     with pytest.raises(CheckpointError, match="step-00000005: deleted while it was read, by retention"):
         run.checkpointer.load(5)
     assert all((parameter == 1).all() for parameter in run.model.parameters())

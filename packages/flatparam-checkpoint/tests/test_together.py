@@ -233,8 +233,8 @@ def test_an_interrupt_while_loading(
     error: type[BaseException], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same while a rank reads: no rank has changed anything, and loading again works."""
-    module = "flatparam_checkpoint.load.session.prepare"
-    from flatparam_checkpoint.load.session import prepare
+    module = "flatparam_checkpoint.load.load_session.prepare"
+    from flatparam_checkpoint.load.load_session import prepare
 
     armed = [True]
 

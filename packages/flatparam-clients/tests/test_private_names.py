@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_clients.training_state import HandleTrainingState, TrainingState
+from flatparam_clients.handle_view import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_runtime import EventLog, observe
 from packages.flatparam.tests.worlds import on_ranks

@@ -13,9 +13,9 @@ from torch import nn
 import flatparam
 import flatparam_clients
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import moved, promised
+from flatparam import addons
 from flatparam.algorithms._comm_hooks import default_hooks
-from flatparam_clients import flat_parameter, wrapper_names
+from flatparam_clients import flat_parameter_names, wrapper_names
 from flatparam_comm import SingleCollectives
 from flatparam_comm.testing import PATIENCE
 from flatparam_core import FlatParameter
@@ -65,10 +65,10 @@ def test_names_elsewhere(theirs: str, ours: str, name: str) -> None:
     assert found is not getattr(importlib.import_module(f"torch.distributed.{theirs}"), name)
 
 
-@pytest.mark.parametrize("old", [*moved._MOVED, "flatparam.private._common_utils"])
+@pytest.mark.parametrize("old", [*addons._MOVED, "flatparam.private._common_utils"])
 def test_modules_under_their_old_names(old: str) -> None:
     """A module that has moved is found under its old name, however it is imported: the very same module."""
-    new = importlib.import_module(moved._new_name(old) or "")
+    new = importlib.import_module(addons._new_name(old) or "")
     assert importlib.import_module(old) is new
     package, _, name = old.rpartition(".")
     assert getattr(importlib.import_module(package), name) is new
@@ -89,12 +89,12 @@ def test_the_first_import_of_a_module_that_has_moved() -> None:
     assert said(program) == "True True flatparam_clients.private._trace_utils\n"
 
 
-@pytest.mark.parametrize(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter)])
+@pytest.mark.parametrize(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter_names)])
 def test_the_tables_of_promised_attributes(owner: type, home: object) -> None:
     """The wrapper's table names all attributes that are here, and no others; each becomes the one that is here."""
-    names = promised._OF_WRAPPERS if owner is FSDP else promised._OF_FLAT_PARAMETERS
+    names = addons._OF_WRAPPERS if owner is FSDP else addons._OF_FLAT_PARAMETERS
     assert sorted(names.split()) == sorted(home.NAMES)  # type: ignore[attr-defined]
-    promised.fulfil(owner)
+    addons.fulfil(owner)
     for name, value in home.NAMES.items():  # type: ignore[attr-defined]
         assert vars(owner)[name] is value
 

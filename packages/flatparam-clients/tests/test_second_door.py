@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
@@ -22,6 +23,7 @@ import flatparam
 from flatparam_clients.second_door.faces import ShardedParameter
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
+from flatparam_runtime import unit_of
 from flatparam_simdev.worlds import run_processes
 
 #: In a list, where `install()` does not find it.
@@ -328,3 +330,84 @@ def numbers_drawn(ranks: Collectives) -> None:
 def test_sharding_draws_no_numbers() -> None:
     """What a program draws after it has sharded a module on the meta device is what it draws with torch's function."""
     run_processes(2, numbers_drawn)
+
+
+@pytest.mark.parametrize("is_root_apart", [False, True])
+def test_a_tie_after_sharding(torch_world: None, is_root_apart: bool) -> None:
+    """A head that gets the embedding's parameter afterwards has it, as with torch; in one unit it is refused by name."""
+    with flatparam.install():
+        module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+        if is_root_apart:
+            package.fully_shard(module[0])
+        package.fully_shard(module)
+        module[1].weight = module[0].weight
+        if is_root_apart:
+            module(torch.tensor([1])).sum().backward()
+            assert module[1].weight is module[0].weight
+            assert module[0].weight.grad is not None
+            return
+        with pytest.raises(FlatParamError, match=r"'1\.weight' was tied to '(0\.)?weight' after"):
+            module(torch.tensor([1]))
+
+
+def _clipped_beside_plain(world: Collectives, norm_type: float, is_frozen: bool) -> list[torch.Tensor]:
+    """Clip sharded parameters beside one that is not; each rank has the same loss. Return norms and gradients."""
+    found = []
+    with flatparam.install():
+        for shards in (True, False):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+            module[0].bias.requires_grad_(not is_frozen)
+            if shards:
+                package.fully_shard(module[0])
+            module(torch.ones(2, 3)).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type)
+            grads = [each.grad for each in module.parameters() if each.grad is not None]
+            found.append(
+                [norm, *(each.full_tensor() if isinstance(each, DTensor) else each for each in grads)]
+            )
+    torch.testing.assert_close(*found)
+    return found[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_are_clipped_beside_plain_ones(norm_type: float, is_frozen: bool) -> None:
+    """The norm of `DTensor`s and plain gradients together is that of one process, where torch's function raises."""
+    one, other = run_processes(2, _clipped_beside_plain, norm_type, is_frozen)
+    assert all(map(torch.equal, one, other))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """A policy as torch has them from 2.15 on, where `reduce_dtype=None` is the parameters' own dtype."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Any = None
+
+
+def reducing(ranks: Collectives) -> list[Any]:
+    flatparam.install()
+    policies = (
+        package.MixedPrecisionPolicy(torch.bfloat16),
+        MixedPrecisionPolicy(torch.bfloat16),
+        MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+        MixedPrecisionPolicy(),
+    )
+    found = []
+    for policy in policies:
+        (handle,) = unit_of(package.fully_shard(nn.Linear(2, 2), mp_policy=policy)).handles  # type: ignore[union-attr]
+        found.append(handle.gradients.dtype)
+    return found
+
+
+def test_a_policy_has_the_default_of_its_own_torch() -> None:
+    """Gradients are reduced in the dtype that the installed torch would take if a policy names none."""
+    is_later = "param_dtype_override_fn" in package.MixedPrecisionPolicy.__dataclass_fields__
+    of_torch = torch.float32 if is_later else torch.bfloat16
+    expected = [of_torch, torch.float32, torch.bfloat16, torch.float32]
+    assert run_processes(2, reducing) == [expected] * 2

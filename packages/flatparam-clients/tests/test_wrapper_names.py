@@ -9,9 +9,9 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import UnshardHandle
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_clients import training_state
-from flatparam_clients.handle import HandleView as FlatParamHandle
-from flatparam_clients.training_state import HandleTrainingState, TrainingState
+from flatparam_clients import handle_view
+from flatparam_clients.handle_view import HandleTrainingState, TrainingState
+from flatparam_clients.handle_view import HandleView as FlatParamHandle
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_core import FlatParameter
 from packages.flatparam.tests.models import Block, Transformer, mlp, seeded
@@ -79,7 +79,7 @@ def test_gathering_by_hand(async_op: bool, use_orig_params: bool) -> None:
 def test_the_states_are_torchs(name: str) -> None:
     """S-073: the names of what a wrapper and its flat parameter are doing are torch's."""
     expected = getattr(__import__("torch.distributed.fsdp._common_utils", fromlist=[name]), name)
-    assert [member.name for member in getattr(training_state, name)] == [member.name for member in expected]
+    assert [member.name for member in getattr(handle_view, name)] == [member.name for member in expected]
 
 
 def test_the_states_of_a_step() -> None:

@@ -22,7 +22,7 @@ from flatparam_comm import (
     SingleCollectives,
 )
 from flatparam_comm.testing import PATIENCE, be_patient, run_processes, run_threads
-from flatparam_simdev.worlds import world as processes
+from flatparam_simdev.worlds import process_world as processes
 
 be_patient()
 

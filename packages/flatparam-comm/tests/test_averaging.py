@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatparam_comm import gradient_divisors
-from flatparam_comm.transfer.averaging import averaging_over
+from flatparam_comm.transfer.reduction import averaging_over
 
 RANKS = st.integers(min_value=1, max_value=1 << 20)
 

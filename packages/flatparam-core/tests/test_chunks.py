@@ -58,16 +58,19 @@ def test_each_rank_has_torchs_chunk(shapes: list[tuple[int, ...]], world_size: i
 def test_what_ranks_exchange_becomes_parameters_again(
     shapes: list[tuple[int, ...]], world_size: int, alignment: int
 ) -> None:
-    """The shards of all ranks, end to end, are `joined`, and `spread` makes the flat parameter of them, padding too."""
+    """The shards of all ranks are made of the flat parameter, or of tensors, and the flat parameter of them again."""
     layout = FlatLayout.plan(specs_of(shapes), world_size=world_size, alignment_nbytes=alignment)
-    _, full = numbered(layout)
+    values, full = numbered(layout)
     ends = torch.cat([layout.shard_of(full, rank) for rank in range(world_size)])
     assert ends.numel() == layout.numel
     assert sum(gap.numel for gap in layout.gaps) == layout.numel - sum(s.spec.numel for s in layout.slots)
     if layout.is_chunked and layout.numel:
-        assert torch.equal(layout.joined(full), ends)
+        assert torch.equal(layout.chunks.joined(full), ends)
+        joined = torch.full_like(full, torch.nan)
+        layout.chunks.join(dict(enumerate(values)), joined)
+        assert torch.equal(joined, ends)
         again = torch.full_like(full, torch.nan)
-        layout.spread(again, ends)
+        layout.chunks.spread(again, ends)
         assert torch.equal(again, full)
     else:
         assert torch.equal(full, ends)
@@ -78,7 +81,7 @@ def test_the_padding_is_that_of_uneven_rows() -> None:
     layout = FlatLayout.plan(specs_of([(3, 4), (5,), (4, 2)]), world_size=2)
     assert layout.shard_numels == (8 + 3 + 4,) * 2
     assert [slot.span.start for slot in layout.slots] == [0, 16, 22]
-    assert layout.columns == (8, 3, 4)
+    assert layout.chunks.numels == (8, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -106,3 +109,19 @@ def test_a_transposed_weight_is_row_major() -> None:
     (handle,) = flatten_module(module, rank=1, world_size=2, use_orig_params=True, rule_of=lambda _: CHUNK)
     assert torch.equal(module.weight, expected[2:])
     assert handle.layout.slots[0].spec.is_row_major
+
+
+@pytest.mark.parametrize(
+    "given", [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.bfloat16, torch.float32) * 2]
+)
+def test_gradients_are_joined_as_they_are(given: tuple[torch.dtype, ...]) -> None:
+    """Of any dtypes, strides and of scalars, with zeros for those that have not come, cast once."""
+    layout = FlatLayout.plan(specs_of([(5, 3), (), (4,), (3, 2)]), world_size=4, alignment_nbytes=16)
+    values = [torch.randn(3, 5).t(), torch.tensor(2.0), torch.randn(4)]
+    parts = {index: value.to(dtype) for index, (value, dtype) in enumerate(zip(values, given, strict=False))}
+    flat = torch.zeros(layout.numel)
+    for index, part in parts.items():
+        flat[layout.slots[index].span.as_slice()] = part.float().flatten()
+    joined = torch.full_like(flat, torch.nan)
+    layout.chunks.join(parts, joined)
+    assert torch.equal(joined, layout.chunks.joined(flat))

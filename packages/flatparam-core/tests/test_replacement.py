@@ -254,6 +254,22 @@ def test_data_of_a_sibling_is_taken_over() -> None:
     assert module[0].weight.data_ptr() != module[1].weight.data_ptr()
 
 
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one-unit", "two-units"])
+def test_a_parameter_is_not_tied_to_another_sharded_one(is_apart: bool) -> None:
+    """What another parameter of a unit is cannot stand in this one's place, although its shape fits; nothing changes."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    units = [*module] if is_apart else [module]
+    handles = [flatten_alone(each, use_orig_params=True) for each in units]
+    before, kept = handles[-1].flat_param.detach().clone(), module[1].weight
+    module[1].weight = module[0].weight
+    names = ("weight", "weight") if is_apart else ("1.weight", "0.weight")
+    with pytest.raises(FlatParamError, match=r"'{}' was tied to '{}' after".format(*names)):
+        handles[-1].take_over()
+    assert torch.equal(handles[-1].flat_param.detach(), before)
+    module[1].weight = kept
+    handles[-1].take_over()
+
+
 def test_emptied_data_is_refused() -> None:
     """``.data = torch.empty(0)`` on a rank that holds elements of the parameter is refused before the gather."""
     module = nn.Linear(2, 2)

@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 import flatparam_files
 from flatparam_core import Span
 from flatparam_files import CheckpointError, open_source, verify_checkpoint, verify_source, write_hugging_face
-from flatparam_files.checkpoint.sealed import _sealed, read_sealed
+from flatparam_files.checkpoint.fields import _sealed, read_sealed
 from flatparam_files.disk.source import Source
 
 from .formats.samples import state

@@ -13,16 +13,11 @@ from torch import Tensor
 
 from flatparam_core import Span
 from flatparam_files import Staging, TensorInfo
-from flatparam_files.checkpoint import (
-    CheckpointDirectory,
-    Committer,
-    RankFileWriter,
-    RankReport,
-    RankValue,
-    TensorRecord,
-    encode,
-    inline,
-)
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.directory import CheckpointDirectory
+from flatparam_files.checkpoint.manifest import RankValue, TensorRecord
+from flatparam_files.checkpoint.rank_part import RankFileWriter, RankReport
+from flatparam_files.checkpoint.values import encode, inline
 
 
 def save(root: Path, step: int, extra: Any = None) -> Path:

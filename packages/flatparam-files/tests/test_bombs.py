@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatparam_files import open_source
-from flatparam_files.checkpoint.sealed import _sealed, read_sealed, seal
+from flatparam_files.checkpoint.fields import _sealed, read_sealed, seal
 from flatparam_files.checkpoint.values import decode, encode
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import check_cost, parse_json

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatparam_comm.testing import PATIENCE, be_patient
-from flatparam_simdev.worlds import world as processes
+from flatparam_simdev.worlds import process_world as processes
 
 be_patient()
 

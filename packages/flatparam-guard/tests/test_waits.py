@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from flatparam_comm import (
     shared_memory,
     telling,
 )
+from flatparam_comm.process_group import c10d
 from flatparam_comm.testing import PATIENCE, run_processes
 from flatparam_guard.deadlocks import Deadlocks, stuck_among
-from flatparam_guard.waits import Stand, Wait
+from flatparam_guard.waits import Stand, Wait, _wait_of_torchs
 
 ALL = (0, 1, 2)
 
@@ -288,6 +290,25 @@ def _waits_for_a_failed_one(comm: ProcessGroupCollectives, directory: str) -> No
 def test_a_barrier_of_torchs_for_a_rank_that_has_failed(tmp_path: Path) -> None:
     """A rank that waits in torch's barrier for one that has failed, and lives, waits no longer; ours then say why."""
     run_processes(2, _waits_for_a_failed_one, str(tmp_path), pg_timeout=2 * PATIENCE)
+
+
+def _destroys(comm: ProcessGroupCollectives) -> None:
+    group = dist.new_group([0])
+    # As in torch's own file, a frame that has the group, for as long as `destroy_process_group` runs and after.
+    known: dict[str, Any] = {"frame": sys._getframe}
+    exec(compile("def call(group):\n    return frame()", c10d.source_file(), "exec"), known)
+    frame = known["call"](group)
+    found = _wait_of_torchs(frame)
+    assert found is not None
+    assert found[1].members == (0,)
+    dist.destroy_process_group(group)
+    assert _wait_of_torchs(frame) is None
+
+
+@pytest.mark.processes
+def test_a_group_that_is_destroyed_is_waited_for_by_nobody() -> None:
+    """Whoever looks at the stacks while a group goes finds no wait, and goes on: before, the relay ended with KeyError."""
+    run_processes(1, _destroys)
 
 
 #: Longer than ranks wait until they ask whether they wait for each other.

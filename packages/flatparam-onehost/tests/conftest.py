@@ -11,7 +11,7 @@ import torch
 
 from flatparam_comm import Collectives, shared_memory
 from flatparam_comm.testing import PATIENCE, be_patient, run_processes
-from flatparam_simdev.worlds import world as processes
+from flatparam_simdev.worlds import process_world as processes
 
 be_patient()
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatparam_comm.testing import PATIENCE
-from flatparam_plan.hollow.blank import Blank
-from flatparam_plan.hollow.compiler import StandIn, without_compiler
+from flatparam_plan.hollow.blank import Blank, StandIn, without_compiler
 from flatparam_plan.hollow.unwatched import adds_in_place, owners_if_alone
 
 COMPILER = "torch._dynamo"
@@ -75,7 +74,7 @@ def test_the_stand_in_leaves_a_function_as_it_is() -> None:
 
 KEEPS_FUNCTIONS = """
 import torch
-from flatparam_plan.hollow.compiler import without_compiler
+from flatparam_plan.hollow.blank import without_compiler
 
 def first(x):
     return x + 1
@@ -129,7 +128,7 @@ def test_who_needs_the_compiler_gets_it(monkeypatch: pytest.MonkeyPatch) -> None
     there = types.ModuleType(COMPILER)
     there.is_compiling = "the compiler's"  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        "flatparam_plan.hollow.compiler.importlib",
+        "flatparam_plan.hollow.blank.importlib",
         types.SimpleNamespace(import_module={COMPILER: there}.__getitem__),
     )
     with without_compiler() as stands:
@@ -159,7 +158,7 @@ def test_other_settings_are_the_compilers(monkeypatch: pytest.MonkeyPatch) -> No
     there = types.ModuleType(COMPILER)
     there.config = types.SimpleNamespace(cache_size_limit=8)  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        "flatparam_plan.hollow.compiler.importlib",
+        "flatparam_plan.hollow.blank.importlib",
         types.SimpleNamespace(import_module={COMPILER: there}.__getitem__),
     )
     with without_compiler() as stands:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import SingleCollectives
-from flatparam_files.checkpoint.sealed import seal, unseal
+from flatparam_files.checkpoint.fields import seal, unseal
 from flatparam_publish import Mailbox, Publisher, PublishError, Receiver
 
 from .beneath import mlp, shard

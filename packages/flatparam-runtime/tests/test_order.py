@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam_comm import SingleCollectives, Topology
 from flatparam_runtime import Unit, UnitPlan, shard_module
-from flatparam_runtime.passes.order import ForwardPass, next_forward
+from flatparam_runtime.passes.record import ForwardPass, next_forward
 
 UNITS = [shard_module(nn.Identity(), UnitPlan(Topology(SingleCollectives()))) for _ in range(6)]
 ORDERS = st.lists(st.sampled_from(UNITS), max_size=12)

@@ -27,8 +27,8 @@ from flatparam_comm import (
 )
 from flatparam_comm.testing import PATIENCE, Fault, FaultyCollectives, Kill, longer_and_longer, run_processes
 from flatparam_simdev.worlds import child as process_child
-from flatparam_simdev.worlds import world as processes
-from flatparam_simdev.worlds.function import FunctionReference
+from flatparam_simdev.worlds import process_world as processes
+from flatparam_simdev.worlds.child import FunctionReference
 
 pytestmark = pytest.mark.processes
 
@@ -202,7 +202,7 @@ def test_modules_that_only_a_file_knows_are_found(tmp_path: Path, monkeypatch: A
 def test_modules_that_can_be_imported_are() -> None:
     """A function of an installed module is resolved to that very function."""
     reference = FunctionReference.of(run_processes)
-    assert reference.module == "flatparam_simdev.worlds.world"
+    assert reference.module == "flatparam_simdev.worlds.process_world"
     assert reference.resolve() is run_processes
 
 

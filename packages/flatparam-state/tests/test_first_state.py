@@ -12,7 +12,6 @@ from torch import nn
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 from flatparam_state import (
-    FirstState,
     FormKind,
     StateForm,
     load_model_state,
@@ -20,6 +19,7 @@ from flatparam_state import (
     model_state_dict,
     optimizer_state_dict,
 )
+from flatparam_state.optimizer.first_state import FirstState
 
 from .optimizers import OPTIMIZERS, Keeper, adam
 from .worlds import same_on_all, shard

@@ -9,7 +9,8 @@ from torch import nn
 
 from flatparam_comm import ByteLedger, Collectives, ForwardingCollectives, Pending, RecordingCollectives
 from flatparam_comm.testing import run_threads
-from flatparam_state import load_optimizer_state, model_state_dict, optimizer_state_dict, places_in
+from flatparam_state import load_optimizer_state, model_state_dict, optimizer_state_dict
+from flatparam_state.places import places_in
 
 from .accounting import AllocatedBytes
 from .models import Case, mlp

@@ -11,7 +11,9 @@ from torch import nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
 from flatparam_runtime import no_sync
-from flatparam_state import ModelLoad, load_model_state, model_state_dict, places_in
+from flatparam_state import load_model_state, model_state_dict
+from flatparam_state.model.load import ModelLoad
+from flatparam_state.places import places_in
 
 from .models import CASES, Buffers, Case, Nested, mlp
 from .worlds import assert_same_state, load, same_on_all, shard, shard_case, snapshot

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from flatparam_comm import Collectives
-from flatparam_state import StateForm, model_state_dict, places_in, state_shown
+from flatparam_state import StateForm, model_state_dict
+from flatparam_state.model.collect import state_shown
+from flatparam_state.places import places_in
 
 from .models import CASES, Buffers, Case, Tied, mlp
 from .worlds import assert_same_state, same_on_all, shard, shard_case

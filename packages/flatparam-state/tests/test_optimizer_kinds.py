@@ -12,8 +12,9 @@ from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_comm.testing import run_threads
-from flatparam_state import load_optimizer_state, optimizer_state_dict, places_in
+from flatparam_state import load_optimizer_state, optimizer_state_dict
 from flatparam_state.optimizer.entry import PER_RANK
+from flatparam_state.places import places_in
 
 from .accounting import AllocatedBytes
 from .models import Tied, mlp

@@ -11,14 +11,8 @@ from torch import nn
 from flatparam_comm import Collectives, Topology
 from flatparam_comm.testing import run_threads
 from flatparam_runtime import UnitPlan, clean_fqn, shard_module
-from flatparam_state import (
-    fragments_of,
-    load_model_state,
-    model_state_dict,
-    optimizer_state_dict,
-    places_in,
-    shard_of,
-)
+from flatparam_state import load_model_state, model_state_dict, optimizer_state_dict
+from flatparam_state.places import fragments_of, places_in, shard_of
 
 from .models import Case
 

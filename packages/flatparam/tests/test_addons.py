@@ -76,7 +76,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_importing_imports_no_add_on() -> None:
     """Neither the package nor any module of it that users import brings an add-on along."""
     program = (
-        "import sys, flatparam.wrap, flatparam.optim, flatparam.api, flatparam.command.arguments, flatparam.in_place.applying\n"
+        "import sys, flatparam.wrap, flatparam.optim, flatparam.api, flatparam.command, flatparam.in_place.applying\n"
         "flatparam.FullyShardedDataParallel, flatparam.clip_grad_norm_\n"
         f"print([name for name in {addons._ADDONS!r} if name in sys.modules])\n"
     )

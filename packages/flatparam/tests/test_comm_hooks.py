@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import ShardingStrategy, layout
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 
@@ -31,6 +31,7 @@ def averaging_in_place(world: Collectives, gradient: Tensor) -> None:
     gradient.div_(world.size)
 
 
+@pytest.mark.parametrize("rules", [None, layout.by({}, otherwise=layout.chunk)], ids=["ends", "chunks"])
 @pytest.mark.parametrize(
     ("strategy", "hook"),
     [
@@ -40,8 +41,10 @@ def averaging_in_place(world: Collectives, gradient: Tensor) -> None:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_hook_that_averages(strategy: ShardingStrategy, hook: Any, use_orig_params: bool) -> None:
-    """S-071: called for every unit with FSDP1's arguments, it trains to the bits of having none."""
+def test_a_hook_that_averages(
+    strategy: ShardingStrategy, hook: Any, rules: Any, use_orig_params: bool
+) -> None:
+    """S-071: called for every unit with FSDP1's arguments, it trains to the bits of having none, under any rule."""
     calls: list[int] = []
 
     def counted(world: Collectives, *tensors: Tensor) -> None:
@@ -50,7 +53,11 @@ def test_a_hook_that_averages(strategy: ShardingStrategy, hook: Any, use_orig_pa
 
     def rank(world: Collectives) -> Any:
         model = FSDP(
-            seeded(mlp), sharding_strategy=strategy, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
+            seeded(mlp),
+            sharding_strategy=strategy,
+            auto_wrap_policy=LINEAR,
+            use_orig_params=use_orig_params,
+            layout=rules,
         )
         model.register_comm_hook(world, counted)
         train(model, torch.optim.Adam(model.parameters()), inputs(world.rank))

@@ -10,7 +10,8 @@ from torch import nn
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import layout
 from flatparam.layout import LayoutPolicy
-from flatparam.resolving import environment
+from flatparam.resolving import arguments
+from flatparam.resolving.arguments import Environment
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, SingleCollectives
 
@@ -24,7 +25,7 @@ LINEAR = ModuleWrapPolicy({nn.Linear})
 @pytest.fixture(autouse=True)
 def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each warning is given once in a process: let every test see it."""
-    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setattr(arguments, "_told", set())
 
 
 def sent(world: Collectives, rules: LayoutPolicy | None = None) -> Any:
@@ -93,9 +94,7 @@ def test_only_one_switches_on(value: str, monkeypatch: pytest.MonkeyPatch) -> No
     """S-127: any value but "1" leaves a switch off."""
     for name in ("FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE", "FSDP_USE_FULL_PREC_IN_EVAL"):
         monkeypatch.setenv(name, value)
-    assert environment.Environment.read() == environment.Environment(
-        nodes_of=environment.Environment.read().nodes_of
-    )
+    assert Environment.read() == Environment(nodes_of=Environment.read().nodes_of)
 
 
 def test_unsafe_setattr_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam.sharding.extension_point import FSDPExtensions
-from flatparam.sharding.extensions import set_extensions
+from flatparam.sharding.extensions import FSDPExtensions, set_extensions
 from flatparam_comm import Collectives, run_threads
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeGuard
 import attrs
 import pytest
 
-from flatparam.promised import Promised
+from flatparam.addons import Promised
 
 FROZEN: Final = Path(__file__).with_name("frozen_api.json")
 PACKAGES: Final = ("flatparam_core", "flatparam_comm", "flatparam_runtime", "flatparam_state", "flatparam")

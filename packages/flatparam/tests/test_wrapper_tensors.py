@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, ShardedEMA
 from flatparam_comm import Collectives, FlatParamError, run_threads
-from flatparam_state import places_in
+from flatparam_state.places import places_in
 
 
 class Scaled(Tensor):

@@ -5,7 +5,7 @@ An add-on on the state layer and the files.
 
 from flatparam_checkpoint.checkpointer import Checkpointer
 from flatparam_checkpoint.keys import Optimizers
-from flatparam_checkpoint.load.session import Loaded
+from flatparam_checkpoint.load.load_session import Loaded
 from flatparam_checkpoint.pretrained.files import Fit, Names, PretrainedFiles, fit
 from flatparam_checkpoint.pretrained.loading import PretrainedReport, load_pretrained
 from flatparam_checkpoint.pretrained.read import read_pretrained

@@ -11,11 +11,9 @@ import attrs
 from typing_extensions import Self
 
 from flatparam_files import CheckpointError
-from flatparam_files.disk import free_nbytes
+from flatparam_files.disk.system import free_nbytes
 from flatparam_runtime import ExchangesValues
 from flatparam_state.ranks import CALL, differing
-
-__all__ = ["Attempt", "Failure", "agree", "agree_on_call", "attempt", "raise_first", "raise_told", "some_of"]
 
 T = TypeVar("T")
 

@@ -15,22 +15,22 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_checkpoint.keys import Optimizers, averages_by_name, optimizers_by_name
+from flatparam_checkpoint.load.load_session import Loaded, load_checkpoint
 from flatparam_checkpoint.load.prepared_model import LoadOptions
-from flatparam_checkpoint.load.session import Loaded, load_checkpoint
 from flatparam_checkpoint.save.after_failure import save_after_failure
-from flatparam_checkpoint.save.session import Saver
+from flatparam_checkpoint.save.save_session import Saver
 from flatparam_checkpoint.save.subject import Subject
 from flatparam_files import CheckpointError, OnMoment
-from flatparam_files.checkpoint import CheckpointDirectory, Committer, check_step, nothing
-from flatparam_files.disk import AnyPath
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.directory import CheckpointDirectory, nothing
+from flatparam_files.checkpoint.fields import check_step
+from flatparam_files.disk.system import AnyPath
 from flatparam_runtime import CommError, ExchangesValues, FlatParamError, telling
 from flatparam_state.optimizer import holding_parts
 from flatparam_state.ranks import ranks_of
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
-
-__all__ = ["Checkpointer"]
 
 T = TypeVar("T")
 

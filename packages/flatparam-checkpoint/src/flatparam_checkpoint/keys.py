@@ -9,20 +9,11 @@ import torch
 from torch import nn
 
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import EXTRA_STATE
+from flatparam_files.checkpoint.manifest import EXTRA_STATE
 from flatparam_runtime import clean_fqn
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
-
-__all__ = [
-    "UPDATES",
-    "Optimizers",
-    "averages_by_name",
-    "optimizers_by_name",
-    "tensors_of",
-    "extra_state_modules",
-]
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None"
 """One optimizer, several by name, or none."""

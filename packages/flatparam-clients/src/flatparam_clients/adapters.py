@@ -1,14 +1,19 @@
-"""PEFT's functions for the state of an adapter, which know the wrapper around a model and not the wrappers inside.
+"""PEFT's functions and methods, which know nothing of shards, or only of the wrapper around a model.
 
-They compare the names of modules, in which each wrapper has a part, with those of a state dict, in which none has. Of a
-model with several wrappers an adapter's state is then empty, with torch's FSDP1 too, and nothing is loaded: a resumed
-run trains a new adapter.
+Functions for the state of an adapter compare the names of modules, in which each wrapper has a part, with those of a
+state dict, in which none has. Of a model with several wrappers an adapter's state is then empty, with torch's FSDP1
+too, and nothing is loaded: a resumed run trains a new adapter.
 
 To load, they ask a model for its state, of which they need the names. With `FullStateDictConfig(rank0_only=True)` the
 first rank alone has any, and the others would load nothing. Here they get the first rank's names.
 
 Modules that are saved whole (`modules_to_save`) they ask for their own state, which is empty if a unit has one flat
 parameter. Here it has the names that it has without sharding; and of a state that is another rank's nothing is taken.
+What asks modules for their state because of its names may ask (`asking_names`).
+
+Methods that change a model are refused: `merge_and_unload()` and `unload()` take out modules that units gather
+parameters for. `merge_adapter()` outside `summon_full_params` multiplies what is left of a weight on this rank, with an
+error about shapes, if any.
 """
 
 from __future__ import annotations
@@ -22,12 +27,11 @@ from typing import Any, Final
 from torch import nn
 
 from flatparam.compat.patching import Patch
-from flatparam.state.streaming import with_names_of_first
-from flatparam_clients.holders import patches_of_holders
-from flatparam_core import FlatParameter, clean_fqn
-from flatparam_runtime import units_in
-
-__all__ = ["patches_of_adapters"]
+from flatparam.state.load_hooks import with_names_of_first
+from flatparam.wrapper.refusing import asking_names
+from flatparam_clients.names import patches_of_holders
+from flatparam_core import FlatParamError, FlatParameter, clean_fqn
+from flatparam_runtime import Unit, units_in
 
 _HOME: Final = "peft.utils.save_and_load"
 _LOADS: Final = "set_peft_model_state_dict"
@@ -154,3 +158,71 @@ def _cleaned(pairs: Callable[..., Any]) -> Callable[..., Iterator[tuple[str, Any
         return ((clean_fqn(name), value) for name, value in pairs(*args, **kwargs))
 
     return named
+
+
+_TUNERS: Final = "peft.tuners.tuners_utils"
+_UNLOADS: Final = ("merge_and_unload", "unload")
+_MERGES: Final = ("merge_adapter", "unmerge_adapter")
+_KEEPER: Final = "peft.utils.other"
+_ASKING: Final = ("adapter_state_dict", "adapter_state_dict_load_map")
+_KNOWS_SHARDS: Final = "_knows_shards"
+
+
+def guard_adapters() -> None:
+    """Have PEFT's methods refuse models that are sharded, if PEFT is imported; a second call does nothing."""
+    tuner = getattr(sys.modules.get(_TUNERS), "BaseTuner", None)
+    if tuner is None or hasattr(tuner, _KNOWS_SHARDS):
+        return
+    keeper = getattr(sys.modules.get(_KEEPER), "ModulesToSaveWrapper", None)
+    for name in _ASKING if keeper is not None else ():
+        setattr(keeper, name, _asking_names(getattr(keeper, name)))
+    for names, refuse in ((_UNLOADS, _refuse_to_unload), (_MERGES, _refuse_to_merge)):
+        for name in names:
+            theirs = getattr(tuner, name, None)
+            if theirs is not None:
+                setattr(tuner, name, _guarded(theirs, refuse))
+    setattr(tuner, _KNOWS_SHARDS, True)
+
+
+def _asking_names(theirs: Callable[..., Any]) -> Any:
+    """Return the method, which asks the module that it keeps for its state, for the names in it."""
+
+    @functools.wraps(theirs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with asking_names():
+            return theirs(*args, **kwargs)
+
+    return called
+
+
+def _guarded(theirs: Callable[..., Any], refuse: Callable[[str, Any, tuple[Unit, ...]], None]) -> Any:
+    @functools.wraps(theirs)
+    def called(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        units = units_in(tuner)
+        if units:
+            refuse(theirs.__name__, tuner, units)
+        return theirs(tuner, *args, **kwargs)
+
+    return called
+
+
+def _refuse_to_unload(name: str, tuner: Any, units: tuple[Unit, ...]) -> None:
+    raise FlatParamError(
+        f"{_who(name, tuner, units)} is sharded, and this would take modules out of it whose parameters are in "
+        "shards; nothing was changed. For the merged weights, call merge_adapter() inside summon_full_params and "
+        "take state_dict() without the names of the adapter (the guide to PEFT shows it); or load the adapter into a "
+        "model that is not sharded"
+    )
+
+
+def _refuse_to_merge(name: str, tuner: Any, units: tuple[Unit, ...]) -> None:
+    for unit in units:
+        if not all(handle.is_unsharded or handle.is_whole for handle in unit.handles):
+            raise FlatParamError(
+                f"{_who(name, tuner, units)} is sharded, and this rank has parts of its weights; nothing was changed. "
+                f"Call {name}() on every rank inside summon_full_params, with writeback=True"
+            )
+
+
+def _who(name: str, tuner: Any, units: tuple[Unit, ...]) -> str:
+    return f"rank {units[0].topology.rank}: {name}(): the model in this {type(tuner).__name__}"

@@ -25,16 +25,6 @@ from flatparam_runtime import gradient_divisors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "LOW_PRECISION_HOOKS",
-    "DefaultState",
-    "LowPrecisionState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "reduce_scatter_hook",
-]
-
 
 class DefaultState:
     """The state of a hook: the ranks to average over, and the factors to divide by before and after the sum.

@@ -25,19 +25,14 @@ from typing import Any, final
 import torch.distributed as dist
 from typing_extensions import Self
 
+from flatparam.addons import fulfil
 from flatparam.compat.patching import INSTALLED, LOCK, Patch, apply, restore
-from flatparam.promised import fulfil
 from flatparam_clients.adapters import patches_of_adapters
-from flatparam_clients.children import patch_of_children
-from flatparam_clients.holders import patches_of_holders
-from flatparam_clients.names import FSDP, fsdp1_names
+from flatparam_clients.children import note_wrapped, patch_of_children
+from flatparam_clients.names import FSDP, fsdp1_names, patches_of_holders
 from flatparam_clients.occasions import WHEN_WRAPPED
-from flatparam_clients.planning import patch_of_planner
-from flatparam_clients.reaching import note_wrapped
-from flatparam_clients.reading import patches_of_reader
+from flatparam_clients.reading import patch_of_planner, patches_of_reader
 from flatparam_clients.second_door.door import fsdp2_names, sharded_by_torch
-
-__all__ = ["Installation", "install", "uninstall"]
 
 _LOGGER = logging.getLogger("flatparam")
 
@@ -178,7 +173,7 @@ def _patches(*, fsdp1: bool, fsdp2: bool) -> Iterator[Patch]:
     yield patch_of_children(functools.partial(install, fsdp1=fsdp1, fsdp2=fsdp2))
     if fsdp1:
         yield from _patches_of_class(kind)
-        yield Patch(importlib.import_module("flatparam.state.settings"), "chunks_by_default", True)
+        yield Patch(importlib.import_module("flatparam.state.form_settings"), "chunks_by_default", True)
         yield patch_of_planner()
         yield from patches_of_reader()
 

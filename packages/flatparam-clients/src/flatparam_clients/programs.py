@@ -1,7 +1,11 @@
-"""`flatparam run`: run a program as Python would, with FSDP1's names made flatparam's before its first line."""
+"""`flatparam run`: run a program as Python would, with FSDP1's names made flatparam's before its first line.
+
+Nothing here imports torch before a program is run, so that help comes at once.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import pkgutil
@@ -10,11 +14,9 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
-
-__all__ = ["CannotRun", "Program", "run_program"]
 
 
 class CannotRun(Exception):
@@ -107,9 +109,8 @@ def run_program(arguments: Sequence[str]) -> int:
         if not rest:
             raise CannotRun("expected a script, or -m and a module: flatparam run [--] script.py ...")
         # Before the packages around a module are imported; torch's names are early there.
-        from flatparam_clients.children import carry_to_processes, patch_of_reruns
+        from flatparam_clients.children import Reach, carry_to_processes, patch_of_reruns
         from flatparam_clients.installing import install
-        from flatparam_clients.reaching import Reach
 
         install()
         carry_to_processes()
@@ -177,3 +178,28 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
             last = found
         found = found.tb_next
     return trace if last is None else last.tb_next
+
+
+_RUN_EXAMPLES: Final = """\
+examples:
+  python -m flatparam run train.py --epochs 3
+  torchrun --nproc-per-node 8 -m flatparam run train.py --epochs 3
+  accelerate launch --config_file fsdp.yaml -m flatparam run train.py
+  flatparam run -m package.train
+
+The exit status is the program's; 2 if there is no such program.
+"""
+
+
+def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `run`, for its help; the wrapper's `main` takes its arguments apart: most of them are the program's."""
+    added = groups.add_parser(
+        "run",
+        help="run a program that uses torch's FSDP1 on flatparam, unchanged",
+        usage="flatparam run [-h] [--] SCRIPT ...\n       flatparam run [-h] -m MODULE ...",
+        description="Run a Python program after flatparam.install(): what it imports of torch's FSDP1 is flatparam's.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.add_argument("SCRIPT", help="the program's file, and its arguments")
+    added.add_argument("-m", metavar="MODULE", help="the program's module, and its arguments")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import enum
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
+import attrs
 import torch
+from torch import nn
 
 import flatparam_runtime as runtime
 from flatparam import FullyShardedDataParallel, UnshardHandle
 from flatparam.api import OptimStateDictConfig, StateDictConfig, StateDictType
-from flatparam.wrapper import ranks
-from flatparam_clients import older_functions, rekeying, reporting
-from flatparam_clients.handle import HandleView, handle_views
-from flatparam_clients.prefetch_limits import PrefetchLimits
-from flatparam_clients.training_state import HandleTrainingState, TrainingState
+from flatparam.wrapper.interior import Interior, copies
+from flatparam_clients import older_functions
+from flatparam_clients.handle_view import HandleTrainingState, HandleView, TrainingState, handle_views
 from flatparam_core import FlatParameter
-
-__all__ = ["NAMES"]
+from flatparam_runtime import Unit
 
 
 class _WrapperNames(FullyShardedDataParallel):
@@ -36,7 +39,7 @@ class _WrapperNames(FullyShardedDataParallel):
     """Use `optim_state_dict_to_load` instead. This rank's part of the first rank's full state."""
     flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
     """Use `optim_state_dict_to_load` instead. This rank's part of a sharded state."""
-    rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
     """A full optimizer state by name, with an ordinary optimizer's numbers as keys; or, of one by number, names."""
 
     # Names with an underscore, and one without
@@ -100,7 +103,7 @@ class _WrapperNames(FullyShardedDataParallel):
     @property
     def _inter_node_pg(self) -> Any:
         """The ranks that hold copies of this rank's shard; only the hybrid strategies have any."""
-        return ranks.copies(self._unit)
+        return copies(self._unit)
 
     @property
     def _device_handle(self) -> Any:
@@ -122,21 +125,21 @@ class _WrapperNames(FullyShardedDataParallel):
     @property
     def training_state(self) -> TrainingState:
         """The state of the wrapper."""
-        return reporting.state_of(self._interior)
+        return state_of(self._interior)
 
     @property
     def _handle_training_state(self) -> HandleTrainingState:
-        return reporting.handle_state_of(self._interior)
+        return handle_state_of(self._interior)
 
     def _assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Raise ValueError if the wrapper is doing something else; rank 0 logs it too."""
-        reporting.check_state(self, self._interior, state)
+        check_state(self, self._interior, state)
 
     def _use_training_state(
         self, training_state: TrainingState, handle_training_state: HandleTrainingState
     ) -> AbstractContextManager[None]:
         """Have `training_state` and `_assert_state` tell these inside; what a unit does follows from its own phase."""
-        return reporting.reporting(self._interior, training_state, handle_training_state)
+        return reporting(self._interior, training_state, handle_training_state)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Start to gather this unit's full parameters; returns what to wait for, with `async_op`."""
@@ -154,3 +157,83 @@ NAMES: Final[Mapping[str, Any]] = {
     name: value for name, value in vars(_WrapperNames).items() if not name.startswith("__")
 }
 """The attributes by name, as the class has them."""
+
+
+_LOGGER = logging.getLogger("flatparam")
+_REPORTED: Final[WeakKeyDictionary[Interior, tuple[TrainingState, HandleTrainingState]]] = WeakKeyDictionary()
+"""The states that a program has a wrapper tell, instead of its own."""
+
+
+def state_of(interior: Interior) -> TrainingState:
+    """Return the wrapper's state, or the one that `reporting` has it tell."""
+    return _REPORTED[interior][0] if interior in _REPORTED else TrainingState.of(interior.unit)
+
+
+def handle_state_of(interior: Interior) -> HandleTrainingState:
+    """Return the state of the wrapper's flat parameters, or the one that `reporting` has it tell."""
+    return _REPORTED[interior][1] if interior in _REPORTED else HandleTrainingState.of(interior.unit)
+
+
+def check_state(
+    wrapper: nn.Module, interior: Interior, state: TrainingState | Sequence[TrainingState]
+) -> None:
+    """Make sure that the wrapper is in one of the states that are expected; otherwise rank 0 logs it, too.
+
+    Raises:
+        ValueError: naming the states.
+    """
+    expected = [state] if isinstance(state, enum.Enum) else list(state)
+    found = state_of(interior)
+    if found in expected:
+        return
+    unit = interior.unit
+    message = f"unit {unit.name!r}: expected to be in {expected}, found {found}"
+    if unit.topology.group.rank == 0:
+        _LOGGER.error("%s: %s", message, wrapper)
+    raise ValueError(message)
+
+
+@contextlib.contextmanager
+def reporting(interior: Interior, state: TrainingState, handle_state: HandleTrainingState) -> Iterator[None]:
+    """Have the wrapper tell these states inside; what its unit does follows from the unit's own phase."""
+    before = _REPORTED.get(interior)
+    _REPORTED[interior] = state, handle_state
+    try:
+        yield
+    finally:
+        if before is None:
+            del _REPORTED[interior]
+        else:
+            _REPORTED[interior] = before
+
+
+@final
+@attrs.define(eq=False)
+class PrefetchLimits:
+    """How far ahead the units of one tree are gathered; programs set the two limits, which have FSDP1's names."""
+
+    _units: Sequence[Unit]
+
+    @property
+    def _forward_prefetch_limit(self) -> int:
+        return max(self._units[0].plan.prefetch.forward or 0, 1)
+
+    @_forward_prefetch_limit.setter
+    def _forward_prefetch_limit(self, limit: int) -> None:
+        for unit in self._units:
+            # Units whose wrapper did not ask for `forward_prefetch` stay as they are.
+            if unit.plan.prefetch.forward:
+                _change(unit, forward=limit)
+
+    @property
+    def _backward_prefetch_limit(self) -> int:
+        return self._units[0].plan.prefetch.backward_depth
+
+    @_backward_prefetch_limit.setter
+    def _backward_prefetch_limit(self, limit: int) -> None:
+        for unit in self._units:
+            _change(unit, backward_depth=limit)
+
+
+def _change(unit: Unit, **changes: Any) -> None:
+    unit.change_plan(prefetch=attrs.evolve(unit.plan.prefetch, **changes))

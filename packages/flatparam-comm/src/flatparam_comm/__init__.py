@@ -6,7 +6,10 @@ from flatparam_comm.addons import module_behind, names_of
 from flatparam_comm.broadcasting import broadcast_tensors
 from flatparam_comm.checks import REDUCIBLE
 from flatparam_comm.collectives import (
+    COMPLETED,
     Collectives,
+    CompletedPending,
+    ContinuedPending,
     ExchangesValues,
     Parts,
     Pending,
@@ -17,10 +20,8 @@ from flatparam_comm.collectives import (
 from flatparam_comm.decorators.compressed import CompressedCollectives
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.decorators.hooked import CommHook, HookedCollectives
-from flatparam_comm.decorators.ledger import ByteLedger, Totals, Transfer, sent_nbytes
-from flatparam_comm.decorators.recording import RecordingCollectives
-from flatparam_comm.decorators.silent import SilentCollectives
+from flatparam_comm.decorators.hooked import CommHook, HookedCollectives, SilentCollectives
+from flatparam_comm.decorators.ledger import ByteLedger, RecordingCollectives, Totals, Transfer, sent_nbytes
 from flatparam_comm.errors import (
     CollectiveError,
     CommError,
@@ -31,6 +32,9 @@ from flatparam_comm.errors import (
     RankError,
     RemoteFailure,
     WorldTimeout,
+    said_by_ranks,
+    told_by_ranks,
+    told_ranks,
 )
 from flatparam_comm.guarding import (
     GroupMonitor,
@@ -42,21 +46,16 @@ from flatparam_comm.guarding import (
     telling,
     watch_call,
 )
-from flatparam_comm.pending import COMPLETED, CompletedPending, ContinuedPending
 from flatparam_comm.process_group.engine import ProcessGroupCollectives, engine_of, process_group_of
-from flatparam_comm.rank_texts import said_by_ranks, told_by_ranks, told_ranks
-from flatparam_comm.single import SingleCollectives
+from flatparam_comm.single import RanksOnly, SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.threads.world import run_threads
-from flatparam_comm.topology.ranks_only import RanksOnly
 from flatparam_comm.topology.resolving import resolve_topology, with_shared_memory
 from flatparam_comm.topology.topology import Topology
-from flatparam_comm.transfer.averaging import Averaging, gradient_divisors
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
-from flatparam_comm.transfer.device import Mark, OnDevice
 from flatparam_comm.transfer.gather import Gather
-from flatparam_comm.transfer.reduction import Reduced, Reducer, Reduction
-from flatparam_comm.transfer.streams import NoStreams, acting_as, streams_of
+from flatparam_comm.transfer.reduction import Averaging, Reduced, Reducer, Reduction, gradient_divisors
+from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, acting_as, streams_of
 from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_comm.vocabulary import (
     FLAT_PARAM,

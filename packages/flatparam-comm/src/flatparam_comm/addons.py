@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-__all__ = ["module_behind", "names_of"]
-
 
 def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[str], Any]:
     """Return the function `__getattr__` of `package`, which takes names from add-ons.

@@ -14,8 +14,6 @@ from flatparam_comm.collectives import Collectives
 from flatparam_comm.errors import MismatchError
 from flatparam_core import Threshold
 
-__all__ = ["broadcast_tensors"]
-
 BUCKET_NBYTES: Final = Threshold(
     "comm.broadcast_bucket_nbytes",
     250 * 2**20,

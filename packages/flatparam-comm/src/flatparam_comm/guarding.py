@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "GroupMonitor",
-    "Guard",
-    "SurvivingRanks",
-    "backend_error",
-    "end_of_call",
-    "guard",
-    "monitor_of",
-    "survivors_of",
-    "tell_failure",
-    "telling",
-    "watch_call",
-]
-
 T = TypeVar("T")
 Wait = tuple[Any, int, str, str]
 """A wait for other ranks: the monitor of its group, the collective's number there, its operation and its label."""

@@ -11,19 +11,6 @@ from torch import Tensor
 from flatparam_comm.collectives import ExchangesValues, ReduceOp
 from flatparam_comm.errors import describe_call
 
-__all__ = [
-    "REDUCIBLE",
-    "Site",
-    "check_alike",
-    "check_dense",
-    "check_flat",
-    "check_numel",
-    "check_overlap",
-    "check_reducible",
-    "check_tensor",
-    "site_of",
-]
-
 #: The dtypes that can be reduced: gloo and NCCL both add them, with the same meaning. (bool is left out because gloo
 #: and NCCL turn its SUM into an OR; fp8 and int16 because at most one of the two can add them.)
 REDUCIBLE: Final[frozenset[torch.dtype]] = frozenset(

@@ -9,6 +9,8 @@ from flatparam_core.exposure import (
     ParamInfo,
     discover,
     each_module,
+    handle_of,
+    owner_of,
 )
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.flatten import (
@@ -42,7 +44,6 @@ from flatparam_core.geometry import (
     shard_metadata,
 )
 from flatparam_core.handle import FlatParamHandle
-from flatparam_core.holders import handle_of, owner_of
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
 from flatparam_core.storage import (
     BufferPool,
@@ -53,8 +54,8 @@ from flatparam_core.storage import (
     Residency,
     give_data,
 )
+from flatparam_core.storage.residency import Transitions
 from flatparam_core.thresholds import Threshold, all_thresholds
-from flatparam_core.transitions import Transitions
 
 __version__ = "0.1.0"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["FlatParamError", "IllegalStepError", "LayoutError", "warn_caller"]
-
 
 class FlatParamError(RuntimeError):
     """The base class of the errors of the flat-parameter library; catch it to catch all of them."""

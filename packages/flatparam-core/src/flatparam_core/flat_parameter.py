@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+import weakref
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
@@ -11,7 +11,8 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from flatparam_core.geometry import FlatLayout
 
-__all__ = ["FlatParameter"]
+if TYPE_CHECKING:
+    from flatparam_core.handle import FlatParamHandle
 
 
 @final
@@ -24,7 +25,7 @@ class FlatParameter(nn.Parameter):
 
     flat_layout: FlatLayout
     rank: int
-    _held_by: Callable[[], object | None] | None = None
+    _held_by: weakref.ReferenceType[FlatParamHandle] | None = None
     """A weak reference to the handle that it belongs to."""
     _is_flat_param = True
     _fsdp_flattened = True

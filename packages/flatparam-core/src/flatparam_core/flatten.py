@@ -27,8 +27,6 @@ from flatparam_core.names import FLAT_PARAM
 from flatparam_core.storage import Precision
 from flatparam_core.thresholds import Threshold
 
-__all__ = ["ALIGNMENT_NBYTES", "CPU_ALIGNMENT_NBYTES", "Flattening", "RuleOf", "flatten_module"]
-
 RuleOf: TypeAlias = Callable[[BoundParameter], LayoutRule]
 """Says what of a parameter stays on one rank."""
 

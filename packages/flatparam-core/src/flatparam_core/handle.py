@@ -36,7 +36,7 @@ from flatparam_core.exposure import (
     ParamInfo,
     clear_owner,
     mark_owner,
-    marked_owner,
+    owner_of,
 )
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Unflattened
@@ -54,8 +54,6 @@ from flatparam_core.storage import (
     give_data,
     kind_of,
 )
-
-__all__ = ["FlatParamHandle"]
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
@@ -251,10 +249,10 @@ class FlatParamHandle:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the full buffer and return what to gather: `(output, input)`.
 
-        `output` is 1-D, `layout.numel` elements, rank after rank; `input` is this rank's part, `layout.shard_numel`
-        elements. If the shard has a different dtype or device, `input` is the rank's own slice of `output` and is
-        already filled. If one rank has the whole flat parameter in the dtype to compute in, and originals are shown,
-        the full parameters are views of it: `output` and `input` are the same memory.
+        `output` is 1-D, `layout.numel` elements, the shards of all ranks end to end; `input` is this rank's shard,
+        `layout.shard_numel` elements. If the shard has a different dtype or device, `input` is the rank's own slice of
+        `output` and is already filled. If one rank has the whole flat parameter in the dtype to compute in, and
+        originals are shown, the full parameters are views of it: `output` and `input` are the same memory.
 
         Args:
             full_precision: gather the parameters in their own dtype, whatever the compute dtype.
@@ -272,7 +270,7 @@ class FlatParamHandle:
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         if full.dtype == shard.dtype and full.device == shard.device:
             return full, shard
-        own = full.new_empty(shard.numel()) if self.layout.is_chunked else self.buffer.shard(self.rank)
+        own = full[self.layout.shard_span(self.rank).as_slice()]
         own.copy_(shard, non_blocking=True)
         return full, own
 
@@ -293,19 +291,18 @@ class FlatParamHandle:
     def unreserve(self) -> None:
         """Free what `reserve` allocated, if `begin_unshard` has not begun to fill it."""
         if self.residency is Residency.SHARDED:
-            self.buffer.free()
+            self.form.free()
 
     def _reserve(self, *, full_precision: bool, copied: bool) -> torch.Tensor:
         shard, dtype = self._shard.values, self.forms.dtype(full_precision=full_precision)
         lends = self.forms.layout.world_size == 1 and shard.dtype == dtype
         lends = lends and not (copied or self.is_offloaded or self.exposure.lists_shard)
         form = self.forms.choose(dtype, over=shard if lends else None)
-        form.buffer.allocate()
         if form.kept:
             for index in form.kept:
                 FreedParameter.release(form.leaves[index])
             form.kept = []
-        return form.buffer.tensor
+        return form.allocate()
 
     def take_over(self) -> None:
         """Have the shard hold what the user gave a parameter since (`.data =`, or a new object), while it is SHARDED.
@@ -330,16 +327,18 @@ class FlatParamHandle:
             # Of one that two units show, the first is the owner.
             faces = () if self.faces is None else (self.exposure.listed()[index],)
             for each in (self.exposure.originals()[index], *faces):
-                if self.faces is None or marked_owner(each) is None:
+                if self.faces is None or owner_of(each) is None:
                     mark_owner(each, self, index)
 
     def finish_unshard(self) -> None:
         """Show the full parameters in the module, once the bytes are in the buffer."""
         if self.residency is not Residency.UNSHARDING:
             RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
-        is_new = not self.forms.current.leaves
+        form = self.forms.current
+        is_new = not form.leaves
+        form.fill()
         self.follow_training()
-        form, presented = self.forms.current, self.forms.presented()
+        presented = self.forms.presented()
         self.exposure.show(presented)
         if is_new:
             self._count_references(form, presented)
@@ -415,8 +414,7 @@ class FlatParamHandle:
 
     def keep(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
-        for index, gradient in zip(*self.form.take_gradients(indices), strict=True):
-            self.gradients.keep(index, gradient, divisor=divisor)
+        self.gradients.keep_all(*self.form.take_gradients(indices), divisor=divisor)
 
     def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` and the kept ones; a few calls handle all small ones."""
@@ -426,14 +424,14 @@ class FlatParamHandle:
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to reduce-scatter: `(output, input)`.
 
-        `output` is new, 1-D, `layout.shard_numel` elements; `input` is the flat gradient, `layout.numel`
-        elements, both in the reduction dtype. If one rank has the whole flat parameter, both are the flat gradient,
-        whose memory then belongs to the caller.
+        `output` is new, 1-D, `layout.shard_numel` elements; `input` is the flat gradient, `layout.numel` elements, the
+        shards of all ranks end to end, both in the reduction dtype. If one rank has the whole flat parameter, both are
+        the flat gradient, whose memory then belongs to the caller.
         """
         if self.forms.layout.world_size == 1:
             full = self.gradients.give_away()
             return full, full
-        full = self.gradients.complete()
+        full = self.gradients.joined() if self.layout.is_chunked else self.gradients.complete()
         return full.new_empty(self._shard.values.numel()), full
 
     def begin_reduce_parts(self) -> tuple[torch.Tensor, Unflattened]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FLAT_PARAM", "FSDP_WRAPPED_MODULE", "PRESENTER", "clean_fqn"]
-
 FLAT_PARAM: Final = "_flat_param"
 """The name under which a module registers its flat parameter; a second one gets `_1` behind it, and so on."""
 PRESENTER: Final = "_flatparam_presenter"

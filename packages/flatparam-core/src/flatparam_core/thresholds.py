@@ -8,8 +8,6 @@ from typing import Final, final
 
 import attrs
 
-__all__ = ["Threshold", "all_thresholds"]
-
 _MADE: Final[dict[str, Threshold]] = {}
 
 

@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from flatparam_files.checkpoint.moments import Moment, OnMoment
+    from flatparam_core import Box
+    from flatparam_files.checkpoint.directory import Moment, OnMoment
     from flatparam_files.checkpoint.reader import CheckpointReader, open_checkpoint
     from flatparam_files.checkpoint.soundness import Soundness, Verification, verify_checkpoint
     from flatparam_files.checkpoint.writer import CheckpointWriter
-    from flatparam_files.collector import without_collector
     from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
+    from flatparam_files.disk.limits import without_collector
     from flatparam_files.disk.safetensors import (
         DTYPES,
         SafetensorsHeader,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     )
     from flatparam_files.disk.source import (
         CHUNK_NBYTES,
-        Box,
         Source,
         TensorInfo,
         chunk_spans,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from flatparam_files.formats.detect import FORMATS, UnknownFormatError, open_source, verify_source
     from flatparam_files.formats.hugging_face import write_hugging_face
     from flatparam_files.formats.own_checkpoint import write_checkpoint
-    from flatparam_files.formats.stored.whole_sources import averages_as_model, cast_model, select, watch
     from flatparam_files.formats.torch_files import write_torch_file
+    from flatparam_files.formats.whole_sources import averages_as_model, cast_model, select, watch
 
 __version__ = "0.1.0"
 
@@ -83,19 +83,19 @@ __all__ = [
 ]
 
 _HOMES: Final = (
-    "checkpoint.moments",
+    "checkpoint.directory",
     "checkpoint.reader",
     "checkpoint.soundness",
     "checkpoint.writer",
-    "collector",
     "disk.checkpoint_error",
+    "disk.limits",
     "disk.safetensors",
     "disk.source",
     "formats.dcp_writer",
     "formats.detect",
     "formats.hugging_face",
     "formats.own_checkpoint",
-    "formats.stored.whole_sources",
+    "formats.whole_sources",
     "formats.torch_files",
 )
 
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for home in _HOMES:
         module = importlib.import_module(f"{__name__}.{home}")
-        globals().update({each: getattr(module, each) for each in module.__all__ if each in __all__})
+        globals().update({each: getattr(module, each) for each in __all__ if hasattr(module, each)})
     return globals()[name]
 
 

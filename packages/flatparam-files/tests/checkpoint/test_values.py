@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatparam_files.checkpoint.sealed import seal, unseal
+from flatparam_files.checkpoint.fields import seal, unseal
 from flatparam_files.checkpoint.values import OMIT, decode, encode
 from flatparam_files.disk.checkpoint_error import CheckpointError
 

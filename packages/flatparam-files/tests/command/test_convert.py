@@ -155,7 +155,7 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
     facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
     source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
     monkeypatch.setattr(
-        "flatparam_files.command.inspecting.open_source", lambda *paths, format, prefix: source
+        "flatparam_files.command.ckpt_commands.open_source", lambda *paths, format, prefix: source
     )
     found = flatparam("export", "@run", "@new.pt", "--to", "torch")
     assert found.status == 2
@@ -166,7 +166,7 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
 
 def test_no_space(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit on the disk is not begun."""
-    monkeypatch.setattr("flatparam_files.command.converting.free_nbytes", lambda path: 0)
+    monkeypatch.setattr("flatparam_files.command.ckpt_commands.free_nbytes", lambda path: 0)
     found = flatparam("export", "@run", "@new", "--to", "torch")
     assert found.status == 2
     assert "needs 444 B, and 0 B are free" in found.err
@@ -254,7 +254,7 @@ def test_a_disk_that_fills_up(
 ) -> None:
     """Where the disk is full in the middle, that is one sentence with the status 2, and nothing is left."""
     torch.save({"a": torch.ones(100), "w": torch.rand(200_000)}, flatparam.directory / "big.pt")
-    monkeypatch.setattr("flatparam_files.command.converting.free_nbytes", lambda path: 10**9)
+    monkeypatch.setattr("flatparam_files.command.ckpt_commands.free_nbytes", lambda path: 10**9)
     if kind == "flatparam":
         found = flatparam("import", "@big.pt", "@disk/new")
     else:

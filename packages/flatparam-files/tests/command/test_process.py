@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatparam_files import FORMATS, open_source, write_dcp, write_hugging_face
-from flatparam_files.command import ckpt_arguments, converting
+from flatparam_files.command import ckpt_arguments, ckpt_commands
 
 from .calling import entries, make_all
 from .sparse import infos, sparse_run
@@ -160,7 +160,7 @@ def test_help_does_not_import_torch() -> None:
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     assert set(ckpt_arguments.FORMATS) == set(FORMATS)
-    assert set(ckpt_arguments.EXPORTS) == set(converting._EXPORTS)
+    assert set(ckpt_arguments.EXPORTS) == set(ckpt_commands._EXPORTS)
 
 
 ONLY_CORE = """

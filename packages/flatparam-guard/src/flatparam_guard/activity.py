@@ -13,8 +13,6 @@ from typing import Any, Final, final
 
 import attrs
 
-__all__ = ["ACTIVITY", "end_of_call", "watch_call", "WatchedCall"]
-
 
 @final
 @attrs.define

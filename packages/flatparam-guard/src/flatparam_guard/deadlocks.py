@@ -9,15 +9,13 @@ from typing import Any, Final, final
 
 import attrs
 
+from flatparam_comm.errors import told_by_ranks
 from flatparam_comm.process_group import groups
-from flatparam_comm.rank_texts import told_by_ranks
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay_settings import RelaySettings
 from flatparam_guard.star import Star
 from flatparam_guard.waits import IdleWatch, Stand, Wait, WaitWatch
-
-__all__ = ["Stands", "Deadlocks", "Knot", "stuck_among"]
 
 _LOGGER: Final = logging.getLogger("flatparam_guard")
 

@@ -11,8 +11,6 @@ import attrs
 from flatparam_comm.errors import PeerError, RemoteFailure, cause_among
 from flatparam_guard.activity import ACTIVITY
 
-__all__ = ["FailureReport"]
-
 #: The longest message and the longest traceback that travel, in characters; a traceback loses its beginning.
 _MESSAGE, _TRACEBACK = 2_000, 8_000
 #: The kinds of failures that are no exceptions.

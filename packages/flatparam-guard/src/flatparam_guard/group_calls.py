@@ -26,8 +26,6 @@ from flatparam_guard.relay_settings import RelaySettings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupCalls", "TellsOfFailures"]
-
 T = TypeVar("T")
 
 #: The kinds of RuntimeError that are no doing of a peer.

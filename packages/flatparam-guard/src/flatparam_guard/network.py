@@ -10,8 +10,6 @@ import struct
 from pathlib import Path
 from typing import Final
 
-__all__ = ["host_names", "is_stopped", "network_of_host"]
-
 _INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 #: `ioctl` request for the IPv4 address of a network interface (Linux, netdevice(7)).
 _SIOCGIFADDR: Final = 0x8915

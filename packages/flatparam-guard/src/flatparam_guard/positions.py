@@ -24,12 +24,9 @@ import torch
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import describe_call, told_steps
-from flatparam_comm.hosts import host_identity
-from flatparam_comm.sealed_memory import make_sealed_memory
+from flatparam_comm.hosts import host_identity, make_sealed_memory
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.network import is_stopped
-
-__all__ = ["Position", "Standing", "Standings", "Board", "Offer", "PAGE_NBYTES", "Page", "code_of"]
 
 #: The late ranks that a message describes.
 _TOLD: Final = 4

@@ -24,8 +24,6 @@ from flatparam_guard.relay_settings import RelaySettings
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["begin", "end_of_process", "monitor_of", "secret_of_ranks", "set_relay", "tell_failure"]
-
 
 @final
 @attrs.define

@@ -26,8 +26,6 @@ from flatparam_guard.relay_settings import RelaySettings
 from flatparam_guard.star import CLOSED, GARBLED, Ended, Said, Star
 from flatparam_guard.waits import StallWatch
 
-__all__ = ["Relay"]
-
 _LOGGER: Final = logging.getLogger("flatparam_guard")
 #: The attribute of an exception that was told: it goes when the program drops the exception.
 _MARK: Final = "_flatparam_told"

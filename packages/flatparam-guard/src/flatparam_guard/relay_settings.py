@@ -8,8 +8,6 @@ from typing import Final, final
 
 import attrs
 
-__all__ = ["RelaySettings"]
-
 _PREFIX: Final = "FLATPARAM_RELAY"
 _OFF: Final = ("0", "off", "false", "no")
 

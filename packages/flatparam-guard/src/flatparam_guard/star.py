@@ -25,8 +25,6 @@ from flatparam_comm.hosts import host_identity
 from flatparam_guard.network import host_names, network_of_host
 from flatparam_guard.relay_settings import RelaySettings
 
-__all__ = ["CLOSED", "GARBLED", "Ended", "Said", "Star"]
-
 #: The reason of an end that the other process, or its system, has told of.
 CLOSED: Final = "the connection was closed"
 #: The reason of an end that says nothing about the process: its words were none.

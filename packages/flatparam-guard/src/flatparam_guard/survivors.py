@@ -17,8 +17,6 @@ from flatparam_comm.process_group import engine, groups
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.process import end_of_process, secret_of_ranks, tell_failure
 
-__all__ = ["Survivors", "survivors_of"]
-
 #: The longest wait for a peer's last key, in seconds: the values were exchanged, only the end is waited for.
 _LEAVING_SECONDS: Final = 3.0
 #: The bytes of a signature.

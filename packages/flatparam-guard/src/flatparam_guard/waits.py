@@ -17,15 +17,12 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-from flatparam_comm.errors import describe_call
+from flatparam_comm.errors import describe_call, told_by_ranks, told_ranks
 from flatparam_comm.process_group import c10d, groups
-from flatparam_comm.rank_texts import told_by_ranks, told_ranks
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.positions import Standing
-
-__all__ = ["Stand", "Wait", "WaitWatch", "IdleWatch", "StallWatch"]
 
 #: Calls of torch in which a rank waits for one other rank, which torch does not count as a collective.
 _BETWEEN_TWO: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
@@ -167,11 +164,13 @@ def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
     group = groups.group_or_default(frame.f_locals.get("group"))
     if group is None:
         return None
-    number = c10d.count_of(group)
+    try:
+        members = tuple(groups.members_of(group))
+    except (KeyError, ValueError):  # somebody is destroying it, maybe in this very call
+        return None
+    key, number = groups.name_of(group), c10d.count_of(group)
     where = f"torch.distributed.{name}(), called at {_place_of(frame)}"
-    key = groups.name_of(group)
-    wait = Wait(key, number, tuple(groups.members_of(group)), where, is_torchs=True, at=number)
-    return (id(frame), key, number), wait
+    return (id(frame), key, number), Wait(key, number, members, where, is_torchs=True, at=number)
 
 
 def _wait_of_new_group(frame: FrameType) -> tuple[object, Wait] | None:

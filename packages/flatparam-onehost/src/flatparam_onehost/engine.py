@@ -30,7 +30,7 @@ from flatparam_comm.errors import CollectiveError, CommError, MismatchError, des
 from flatparam_comm.guarding import monitor_of
 from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.process_group.exchanging import exchange_bytes
+from flatparam_comm.process_group.groups import exchange_bytes
 from flatparam_comm.topology.transports import CannotShareError, as_process_group
 from flatparam_onehost.host import Link, connect
 from flatparam_onehost.moves import REDUCTIONS, PostedCall, Scatter
@@ -40,8 +40,6 @@ from flatparam_onehost.waiting import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["SharedMemoryCollectives", "connected", "is_shared", "shared_memory"]
 
 #: x86 shows one core's writes to the other cores in the order in which they were made.
 _KEEPS_ORDER: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")

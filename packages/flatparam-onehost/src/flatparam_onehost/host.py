@@ -17,8 +17,6 @@ from flatparam_comm.process_group import engine, groups
 from flatparam_comm.topology.transports import CannotShareError
 from flatparam_onehost.segment import SharedSegment
 
-__all__ = ["Link", "Peers", "connect"]
-
 _NEEDED: Final = ("memfd_create", "pidfd_open")
 
 

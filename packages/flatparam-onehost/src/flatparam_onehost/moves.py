@@ -25,8 +25,6 @@ from flatparam_comm import Threshold
 from flatparam_comm.collectives import Parts, ReduceOp
 from flatparam_onehost.segment import MessageSlot
 
-__all__ = ["OPS", "REDUCTIONS", "PostedCall", "SlotMove", "Scatter"]
-
 _REDUCERS: Final[dict[ReduceOp, Callable[..., Tensor]]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MAX: torch.maximum,

@@ -15,8 +15,6 @@ from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_onehost.moves import PostedCall, SlotMove
 from flatparam_onehost.segment import MessageSlot
 
-__all__ = ["NOTHING", "SlotUse", "SharedPending"]
-
 MOST_MOVES: Final = Threshold(
     "comm.most_moves",
     512,

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import Threshold
-from flatparam_comm.sealed_memory import make_sealed_memory
-
-__all__ = ["SLOTS", "SharedSegment", "MessageSlot", "round_to_pages"]
+from flatparam_comm.hosts import make_sealed_memory
 
 #: The number of collectives that may be under way between the fastest rank and the slowest.
 SLOTS: Final = 2

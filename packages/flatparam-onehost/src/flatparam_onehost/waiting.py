@@ -15,8 +15,6 @@ from flatparam_comm.errors import CollectiveError, CommError, PeerError
 from flatparam_comm.guarding import GroupMonitor
 from flatparam_onehost.host import Link
 
-__all__ = ["Watch"]
-
 #: Seconds: to spin, letting others run, before the first sleep; the longest sleep; between two checks of the peers. The
 #: shortest sleep takes some 70 microseconds (timer slack): a peer that spun for less would then sleep in its turn.
 _SPIN, _LONGEST, _LOOK_EVERY = 100e-6, 1e-3, 0.1

@@ -13,8 +13,6 @@ from torch import Tensor
 from flatparam_optim.matrix_step import count_step
 from flatparam_optim.whole_optimizer import HALF, WholeOptimizer, add_scaled, at_least, decay, number
 
-__all__ = ["Adafactor", "TransformersAdafactor"]
-
 
 class _NewValues:
     """A rule whose owner gets values and gradients of parameters of any shape, keeps state, and returns new values."""

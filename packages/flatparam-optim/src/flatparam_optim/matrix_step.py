@@ -19,8 +19,6 @@ from flatparam_optim.whole_optimizer import (
     number,
 )
 
-__all__ = ["MatrixOptimizer", "MatrixStep"]
-
 Cost = Callable[[tuple[int, ...]], int]
 
 

@@ -21,8 +21,6 @@ from flatparam_optim.whole_optimizer import (
     number,
 )
 
-__all__ = ["Muon", "orthogonalised"]
-
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Those of K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), and of torch.optim.Muon."""
 

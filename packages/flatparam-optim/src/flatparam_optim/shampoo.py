@@ -11,8 +11,6 @@ from torch import Tensor
 from flatparam_optim.matrix_step import MatrixOptimizer
 from flatparam_optim.whole_optimizer import Choice, are_matrices
 
-__all__ = ["Shampoo"]
-
 
 @final
 @attrs.frozen

@@ -14,19 +14,6 @@ from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.segments.flat_steps import step_in_segments
 from flatparam_runtime import allow_shards
 
-__all__ = [
-    "ADAMW",
-    "HALF",
-    "Choice",
-    "WholeOptimizer",
-    "adamw_settings",
-    "add_scaled",
-    "are_matrices",
-    "at_least",
-    "decay",
-    "number",
-]
-
 ADAMW: Final = "adamw"
 """The value under `RULE` of a group of parameters that AdamW steps."""
 RULE: Final = "rule"

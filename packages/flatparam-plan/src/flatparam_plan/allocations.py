@@ -10,8 +10,6 @@ from typing import Any, Final, final
 import attrs
 import torch
 
-__all__ = ["Allocations", "allocations", "mark"]
-
 _MARK: Final = "flatparam: a place"
 
 

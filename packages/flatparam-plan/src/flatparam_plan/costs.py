@@ -18,8 +18,6 @@ from flatparam_files import without_collector
 from flatparam_plan.allocations import allocations, mark
 from flatparam_plan.training import Setup, Trained, TrainingProgram, train
 
-__all__ = ["STAGES", "Costs", "Resting", "StepCosts", "measure", "recorded", "Counting", "states_of"]
-
 STAGES: Final = ("forward", "backward", "clipping", "optimizer")
 
 

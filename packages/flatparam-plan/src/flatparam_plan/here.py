@@ -17,8 +17,6 @@ from flatparam_plan.rehearsal import Rehearsal
 from flatparam_plan.timeline import Prediction, predict
 from flatparam_plan.training import PlanError, Setup, TrainingProgram
 
-__all__ = ["predicted_here", "profile_here", "setup_here"]
-
 _MOST_RANKS: Final = 16
 
 

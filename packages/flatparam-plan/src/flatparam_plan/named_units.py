@@ -10,15 +10,12 @@ import attrs
 from torch import nn
 
 from flatparam.api import ShardingStrategy
-from flatparam.policies.policy import _Policy
+from flatparam.wrap import _Policy
 from flatparam_core import clean_fqn
 from flatparam_files import without_collector
-from flatparam_plan.hollow.blank import Blank
-from flatparam_plan.hollow.compiler import without_compiler
+from flatparam_plan.hollow.blank import Blank, without_compiler
 from flatparam_plan.hollow.hollow_memory import HollowMemory
 from flatparam_plan.training import Setup, TrainingProgram
-
-__all__ = ["NamedUnits", "Outline", "outline_of", "with_blocks"]
 
 _LISTS: Final = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward pass."""

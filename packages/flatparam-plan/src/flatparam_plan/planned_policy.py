@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import attrs
 from torch import Tensor, nn
 
-from flatparam.policies.policy import _Policy
+from flatparam.wrap import _Policy
 from flatparam_comm import Topology
 from flatparam_plan.plan_error import PlanError
 
 if TYPE_CHECKING:
     from flatparam_plan.hardware.profile import AnyProfile
-
-__all__ = ["PlannedPolicy", "planned"]
 
 _LOGGER = logging.getLogger("flatparam.plan")
 
@@ -42,7 +40,7 @@ class PlannedPolicy(_Policy):
         self, root_module: nn.Module, ignored_modules: Collection[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         # Who wraps without a plan has no need of the planner.
-        from flatparam_plan.fitting.answering import answer
+        from flatparam_plan.fitting.fastest import answer
         from flatparam_plan.named_units import NamedUnits
 
         topology = root_kwargs.get("process_group")

@@ -21,8 +21,6 @@ from flatparam_plan.training import Call, Inputs, Setup, TrainingProgram
 if TYPE_CHECKING:
     from flatparam_plan.timeline import Prediction
 
-__all__ = ["plan", "plan_from", "plan_of", "plans_of", "Planner"]
-
 _NAMES = {
     "forward": "activations",
     "backward": "gradients under way",

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from flatparam.observing.table import columns, shown_flops, shown_nbytes
+from flatparam.observing.picture import columns, shown_flops, shown_nbytes
 from flatparam_plan.costs import Costs
 from flatparam_plan.rehearsal import Rehearsal, UnitFacts
 from flatparam_plan.training import Setup
 
 if TYPE_CHECKING:
     from flatparam_plan.timeline import Prediction
-
-__all__ = ["Peak", "Plan", "UnitCosts"]
 
 
 @final

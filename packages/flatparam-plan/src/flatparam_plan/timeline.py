@@ -8,15 +8,12 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.observing.picture import Curve, Picture, Piece
-from flatparam.observing.table import columns, shown_seconds
+from flatparam.observing.picture import Curve, Picture, Piece, columns, shown_seconds
 from flatparam_comm import sent_nbytes
 from flatparam_plan.hardware.profile import AnyProfile, Profile, profile_named
 from flatparam_plan.hardware.stretches import Stretches, Timings
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Call
-
-__all__ = ["Prediction", "predict", "seconds_of_calls"]
 
 COMPUTING: Final = "computing"
 COMMUNICATION: Final = "communication"

@@ -14,11 +14,10 @@ from torch import nn
 from typing_extensions import Self
 
 from flatparam_files import DTYPES, TensorInfo
-from flatparam_files.disk import parse_json, renamed
+from flatparam_files.disk.limits import parse_json
+from flatparam_files.disk.source import renamed
 from flatparam_publish.publish_error import PublishError
 from flatparam_state.model_tensors import ModelTensor, model_tensors
-
-__all__ = ["Catalogue", "PublishedTensor", "ReceiverNames", "published_tensors"]
 
 ReceiverNames: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the model to the receiver's name; None, or an absent key of a mapping, keeps the name."""

@@ -14,8 +14,6 @@ from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
 
-__all__ = ["Channel", "Delivery", "Frames", "NewVersion", "Packet", "UpdateSource", "Update", "VersionId"]
-
 
 @final
 @attrs.frozen

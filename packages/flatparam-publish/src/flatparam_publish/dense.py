@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_files import TensorFileWriter, TensorInfo
-from flatparam_files.formats import INDEX_FILE, SparseFile, appearing, check_new, divided, encode_index
+from flatparam_files.formats.hugging_face import INDEX_FILE, divided, encode_index
+from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_publish.catalogue import Catalogue, PublishedTensor, ReceiverNames, published_tensors
 from flatparam_publish.channel import Channel
 from flatparam_publish.gathering import PUBLISH_NBYTES, Pair, full_tensors
@@ -22,8 +23,6 @@ from flatparam_publish.publisher import Publisher
 from flatparam_runtime import Topology, telling
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
-
-__all__ = ["Sink", "publish"]
 
 
 @torch.no_grad()

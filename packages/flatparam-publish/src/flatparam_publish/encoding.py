@@ -21,10 +21,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_files.disk import bytes_view
+from flatparam_files.disk.system import bytes_view
 from flatparam_publish.publish_error import PublishError
-
-__all__ = ["HEADER_NBYTES", "Record", "bits_of", "changes", "read_records", "values"]
 
 _HEADER: Final = struct.Struct("<IB3xQ4I")
 HEADER_NBYTES: Final = _HEADER.size

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from flatparam_publish.catalogue import PublishedTensor
 from flatparam_runtime import Collectives, FlatParamHandle, Span, Threshold, Topology
-from flatparam_state import Place
 from flatparam_state.model_tensors import ModelTensor
-
-__all__ = ["PUBLISH_NBYTES", "full_tensors", "most_nbytes"]
+from flatparam_state.places import Place
 
 PUBLISH_NBYTES: Final = Threshold(
     "state.publish_nbytes",
@@ -95,7 +93,7 @@ class _TensorBucket:
         if group.size == 1 or not self.span:
             return
         layout, label = handle.layout, f"publish {self.pairs[0][1].name}"
-        if self.span.numel == layout.numel and not layout.is_apart:
+        if self.span.numel == layout.numel and not (layout.uneven_numels or layout.is_chunked):
             own = _part(full, self.span, layout.shard_span(handle.rank))
             yield group.all_gather(full, own, label=label)
             return

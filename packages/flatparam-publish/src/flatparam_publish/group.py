@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_files.disk import bytes_view
+from flatparam_files.disk.system import bytes_view
 from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.gathering import PUBLISH_NBYTES
@@ -18,8 +18,6 @@ from flatparam_publish.publish_error import PublishError, all_or_error
 from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Collectives, Topology, resolve_topology
 from flatparam_state.ranks import differing
-
-__all__ = ["GroupChannel"]
 
 _LABEL: Final = "publish"
 

@@ -15,22 +15,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import seal, unseal
-from flatparam_files.disk import (
-    MAX_PUBLISHED_NBYTES,
-    ByteFile,
-    bytes_view,
-    make_directory,
-    new_file,
-    open_regular,
-)
+from flatparam_files.checkpoint.fields import seal, unseal
+from flatparam_files.disk.limits import MAX_PUBLISHED_NBYTES
+from flatparam_files.disk.system import ByteFile, bytes_view, make_directory, new_file, open_regular
 from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.publish_error import PublishError, all_or_error
 from flatparam_publish.slicing import Slicing
 from flatparam_runtime import Topology
-
-__all__ = ["Mailbox"]
 
 _MANIFEST: Final = "latest.json"
 _SUFFIX: Final = ".flatparam"

@@ -8,8 +8,6 @@ from typing import TypeVar
 from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.ranks import CALL, differing
 
-__all__ = ["PublishError", "agree_to_publish", "all_or_error"]
-
 T = TypeVar("T")
 
 

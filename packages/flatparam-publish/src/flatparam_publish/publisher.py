@@ -21,8 +21,6 @@ from flatparam_runtime import Threshold, telling
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import topology_of
 
-__all__ = ["Published", "Publisher"]
-
 CACHED_NUMEL: Final = Threshold(
     "state.cached_numel",
     2**17,

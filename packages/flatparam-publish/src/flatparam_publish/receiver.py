@@ -14,8 +14,6 @@ from flatparam_publish.encoding import bits_of, read_records
 from flatparam_publish.publish_error import PublishError
 from flatparam_runtime import units_in
 
-__all__ = ["Receiver", "Value"]
-
 
 @final
 class Receiver:

@@ -16,8 +16,6 @@ from flatparam_files import TensorInfo
 from flatparam_publish.catalogue import Catalogue, PublishedTensor
 from flatparam_publish.publish_error import PublishError
 
-__all__ = ["Part", "Slicing"]
-
 
 @final
 @attrs.frozen

@@ -33,25 +33,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError
 
-__all__ = [
-    "CALL",
-    "accumulation_node",
-    "apart_from_checkpoints",
-    "call_at_end",
-    "current_run",
-    "dispatch_modes",
-    "in_backward",
-    "in_range",
-    "latest",
-    "node_beneath",
-    "on_failed_run",
-    "profiled",
-    "stays_last",
-    "transforms",
-    "untraced",
-    "will_run",
-]
-
 _ACCUMULATES: Final = 2**64 - 1
 """The number of nodes that accumulate a leaf's gradient; that of others counts the nodes that a thread has made."""
 

@@ -20,7 +20,7 @@ from flatparam_comm import (
     discover,
     owner_of,
 )
-from flatparam_runtime.agreement.newcomers import names_left_whole
+from flatparam_runtime.agreement.units import names_left_whole
 from flatparam_runtime.passes import attach
 from flatparam_runtime.unit import (
     InitialWeights,
@@ -36,8 +36,6 @@ from flatparam_runtime.unit import (
     unit_of,
     units_in,
 )
-
-__all__ = ["Initialise", "no_sync", "observe", "shard_module", "skipped_steps"]
 
 Initialise: TypeAlias = "Callable[[Callable[[str, Tensor], None]], None]"
 """Is given a function `pack(name, value)` and calls it for every parameter of the unit."""

@@ -17,8 +17,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["CannotBuild", "built", "why_not"]
-
 MODULE: Final = "_simulated_accelerator"
 SOURCE: Final = Path(__file__).with_name("accelerator.cpp")
 INCLUDED: Final = Path(__file__).with_name("capture.h")

@@ -5,20 +5,12 @@ from typing import TYPE_CHECKING
 from flatparam_runtime import names_of
 from flatparam_state import checkpoint as checkpoint
 from flatparam_state.averages import ShardedEMA
-from flatparam_state.checksums import refused_anywhere
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
-from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
 from flatparam_state.forms.state_form import FormKind, StateForm
-from flatparam_state.forms.tiling import Tiling, is_sharded_tensor
-from flatparam_state.forms.wanted import Wanted
-from flatparam_state.model.collect import StandIns, clean_keys, model_state_dict, state_shown
-from flatparam_state.model.load import ModelLoad, load_model_state
+from flatparam_state.model.collect import model_state_dict
+from flatparam_state.model.load import load_model_state
 from flatparam_state.offloading import offload, onload
-from flatparam_state.optimizer.collect import optimizer_state_dict
-from flatparam_state.optimizer.first_state import FirstState
-from flatparam_state.optimizer.held import Held, Holding, held_parameters
-from flatparam_state.optimizer.load import load_optimizer_state
-from flatparam_state.places import Place, fragment_of, fragments_of, gather, places_in, places_of, shard_of
+from flatparam_state.optimizer.optimizer_collect import optimizer_state_dict
+from flatparam_state.optimizer.optimizer_load import load_optimizer_state
 
 if TYPE_CHECKING:
     from flatparam_checkpoint import (
@@ -101,27 +93,20 @@ __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "Checkpointer",
-    "Chunker",
     "DTYPES",
     "Delivery",
     "FORMATS",
-    "FirstState",
     "Fit",
     "FormKind",
     "GroupChannel",
-    "Held",
-    "Holding",
     "Loaded",
     "Mailbox",
-    "ModelLoad",
     "Moment",
     "Names",
     "NewVersion",
-    "OWN_CHUNKER",
     "OnMoment",
     "Optimizers",
     "Packet",
-    "Place",
     "PretrainedFiles",
     "PublishError",
     "Published",
@@ -136,13 +121,10 @@ __all__ = [
     "Soundness",
     "Source",
     "Staging",
-    "StandIns",
     "StateForm",
     "StoredTensor",
-    "Streamed",
     "TensorFileWriter",
     "TensorInfo",
-    "Tiling",
     "UnknownFormatError",
     "UnreadableError",
     "UnreadTensor",
@@ -150,20 +132,10 @@ __all__ = [
     "UpdateSource",
     "Verification",
     "VersionId",
-    "Wanted",
-    "as_tensor",
     "averages_as_model",
     "cast_model",
     "chunk_spans",
-    "clean_keys",
     "fit",
-    "fragment_of",
-    "fragments_of",
-    "from_first",
-    "gather",
-    "held_parameters",
-    "is_sharded_tensor",
-    "is_tensor_like",
     "join_path",
     "load_model_state",
     "load_optimizer_state",
@@ -173,17 +145,11 @@ __all__ = [
     "open_checkpoint",
     "open_source",
     "optimizer_state_dict",
-    "places_in",
-    "places_of",
     "publish",
     "read_header",
     "read_pretrained",
-    "refused_anywhere",
     "select",
-    "shape_of",
-    "shard_of",
     "split_path",
-    "state_shown",
     "verify_checkpoint",
     "verify_source",
     "watch",

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_runtime import FlatParamError, Phase, note_between_passes, units_in
-from flatparam_state.at_rest import allow_steps, bring_to_rest, refuse_steps
-from flatparam_state.homes import Home, gradients_aside, homes_in
-
-__all__ = ["Average", "exchanged", "ShardedEMA"]
+from flatparam_state.at_rest import Home, allow_steps, bring_to_rest, gradients_aside, homes_in, refuse_steps
 
 _SHOWS_AVERAGES: Final = (
     "the model shows its averages, which a step would change; leave ShardedEMA.applied(model) first"

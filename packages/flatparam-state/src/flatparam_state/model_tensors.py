@@ -14,8 +14,6 @@ from flatparam_runtime import FlatParamError, ParamSpec, Span, clean_fqn
 from flatparam_state.forms.chunker import is_dtensor
 from flatparam_state.places import Place, places_in
 
-__all__ = ["ModelTensor", "model_tensors"]
-
 
 @final
 @attrs.frozen(eq=False)

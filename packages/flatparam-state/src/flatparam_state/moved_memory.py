@@ -15,18 +15,6 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from flatparam_runtime import Threshold
 
-__all__ = [
-    "PIECE_NBYTES",
-    "Move",
-    "finish_copies",
-    "is_mapped",
-    "mapped_in",
-    "pieces_of",
-    "pinned",
-    "relocated",
-    "to_device",
-]
-
 PIECE_NBYTES: Final = Threshold(
     "state.pinned_piece_nbytes",
     4 * 2**30,

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatparam_runtime import FlatParamError, Unit, units_in
-from flatparam_state.at_rest import allow_steps, bring_to_rest, refuse_steps
-from flatparam_state.checksums import refused_anywhere
-from flatparam_state.homes import Home, homes_in
+from flatparam_state.at_rest import Home, allow_steps, bring_to_rest, homes_in, refuse_steps
 from flatparam_state.moved_memory import (
     Move,
     finish_copies,
@@ -27,8 +25,7 @@ from flatparam_state.moved_memory import (
     to_device,
 )
 from flatparam_state.optimizer.held import of_parts
-
-__all__ = ["offload", "onload"]
+from flatparam_state.ranks import refused_anywhere
 
 _OFFLOADED: Final = "the model's parameters are offloaded; call flatparam.onload(model) on every rank first"
 

@@ -20,8 +20,6 @@ from flatparam_runtime import (
     unit_of,
 )
 
-__all__ = ["Place", "places_in", "places_of", "fragment_of", "fragments_of", "gather", "shard_of"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatparam.addons import lazily
-from flatparam.moved import find_moved_modules
+from flatparam.addons import find_moved_modules, lazily
 
 if TYPE_CHECKING:
     from flatparam.api import (
@@ -29,12 +28,11 @@ if TYPE_CHECKING:
         StateDictType,
     )
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-    from flatparam.in_place.applying import fully_shard
+    from flatparam.in_place.applying import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
-    from flatparam.in_place.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-    from flatparam.observing.recording import trace
+    from flatparam.observing.traces import trace
     from flatparam.spread import clip_grad_norm_
-    from flatparam.wrapper.unsharding import UnshardHandle
+    from flatparam.wrapper.training import UnshardHandle
     from flatparam_checkpoint import Checkpointer, Loaded, PretrainedReport, load_pretrained
     from flatparam_clients import Installation, install, uninstall
     from flatparam_core import FlatParameter
@@ -126,12 +124,16 @@ _HOMES = {
         "StateDictType",
     ),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
-    "flatparam.in_place.applying": ("fully_shard",),
+    "flatparam.in_place.applying": (
+        "CPUOffloadPolicy",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "fully_shard",
+    ),
     "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
-    "flatparam.in_place.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
-    "flatparam.observing.recording": ("trace",),
-    "flatparam.wrapper.unsharding": ("UnshardHandle",),
+    "flatparam.observing.traces": ("trace",),
+    "flatparam.wrapper.training": ("UnshardHandle",),
     "flatparam_checkpoint": ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained"),
     "flatparam_clients": ("Installation", "install", "uninstall"),
     "flatparam_core": ("FlatParameter",),

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 import flatparam_runtime as runtime
-from flatparam.addons import tell_clients
+from flatparam.addons import promise_clients_names, raise_if_lacking, tell_clients
 from flatparam.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -34,36 +35,25 @@ from flatparam.api import (
 )
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.policies.policy import CustomPolicy, ModuleWrapPolicy
-from flatparam.promised import promise_clients_names, raise_if_lacking
-from flatparam.resolving import (
-    Arguments,
-    DeviceMesh,
-    Ignorable,
-    Policy,
-    Ranks,
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
+from flatparam.resolving.settings import (
     Resolved,
     ResolvedTree,
+    backward_prefetch_of,
+    resolve_prefetch,
     resolve_tree,
 )
-from flatparam.sharding.units import shard_tree
-from flatparam.state import loading, optimizer, saving, settings
-from flatparam.wrapper import (
-    interior,
-    parameters,
-    prefetching,
-    ranks,
-    reducing,
-    refusing,
-    written,
-)
+from flatparam.sharding.make_unit import shard_tree
+from flatparam.state import form_settings, load_hooks, optimizer, saving
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
+from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
 from flatparam_state import offload, onload
 
 if TYPE_CHECKING:
-    from flatparam_clients import older_functions, rekeying
+    from flatparam_clients import older_functions
 
 __all__ = [
     "BackwardPrefetch",
@@ -203,8 +193,8 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self.limit_all_gathers = resolved.asked.limit_all_gathers
         tell_clients("wrapped")
-        self._interior = Interior(unit, settings.default_settings(), resolved.asked.clean_names)
-        loading.attach_loading(self)
+        self._interior = Interior(unit, form_settings.default_settings(), resolved.asked.clean_names)
+        load_hooks.attach_loading(self)
         saving.attach_saving(self)
         self._modules[FSDP_WRAPPED_MODULE] = module
 
@@ -241,7 +231,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module."""
-        return interior.item_of(self, key)
+        # The user says that the module can be indexed.
+        return self.module[key]  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
         """Look `name` up in the wrapped module if the wrapper has no such attribute."""
@@ -261,17 +252,17 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def process_group(self) -> Any:
         """The process group over which the parameters are sharded."""
-        return ranks.process_group(self._unit)
+        return interior.process_group(self._unit)
 
     @property
     def rank(self) -> int:
         """This process's rank in the group over which the parameters are sharded."""
-        return ranks.ranks_of(self._unit).rank
+        return interior.ranks_of(self._unit).rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks over which the parameters are sharded."""
-        return ranks.ranks_of(self._unit).size
+        return interior.ranks_of(self._unit).size
 
     @property
     def compute_device(self) -> torch.device:
@@ -303,11 +294,11 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
         """When the next unit of the backward pass is gathered; a new value takes effect in the next pass."""
-        return prefetching.backward_prefetch(self._unit)
+        return backward_prefetch_of(self._unit.plan.prefetch)
 
     @backward_prefetch.setter
     def backward_prefetch(self, when: BackwardPrefetch | None) -> None:
-        prefetching.set_backward_prefetch(self._unit, when)
+        self._change_prefetch(backward=resolve_prefetch(False, when).backward)
 
     @property
     def forward_prefetch(self) -> int:
@@ -315,19 +306,23 @@ class FullyShardedDataParallel(nn.Module):
 
         If it is 0, an accelerator gathers units ahead all the same. A new value takes effect in the next pass.
         """
-        return prefetching.forward_prefetch(self._unit)
+        units = self._unit.plan.prefetch.forward or 0
+        return units if units > 1 else bool(units)
 
     @forward_prefetch.setter
     def forward_prefetch(self, units: int) -> None:
-        prefetching.set_forward_prefetch(self._unit, units)
+        self._change_prefetch(forward=int(units) or None)
+
+    def _change_prefetch(self, **changes: Any) -> None:
+        self._unit.change_plan(prefetch=attrs.evolve(self._unit.plan.prefetch, **changes))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's forward begins; `None` follows the order of the last pass."""
-        prefetching.set_units_to_forward_prefetch(self._unit, modules)
+        training.set_units_to_forward_prefetch(self._unit, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Gather the units of `modules` when this unit's backward begins; `None` follows the order of the forward."""
-        prefetching.set_units_to_backward_prefetch(self._unit, modules)
+        training.set_units_to_backward_prefetch(self._unit, modules)
 
     @property
     def skipped_steps(self) -> int:
@@ -379,7 +374,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: if the hook cannot be called.
             AssertionError: if a unit has a hook for this stage already. In either case no hook is registered.
         """
-        reducing.register_comm_hook(runtime.units_in(self), state, hook, stage)
+        training.register_comm_hook(runtime.units_in(self), state, hook, stage)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward passes sum gradients over the copies of a shard, or only inside the shard groups.
@@ -387,11 +382,11 @@ class FullyShardedDataParallel(nn.Module):
         FSDP2 has the same method. Gradients that were not summed over the copies wait, sharded, for a pass that does.
         """
         units = runtime.units_in(self) if recurse else (self._unit,)
-        reducing.set_requires_all_reduce(units, requires_all_reduce)
+        training.set_requires_all_reduce(units, requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients by `factor` instead of the number of ranks. FSDP2 has the same method."""
-        reducing.set_divide_factor(runtime.units_in(self), factor)
+        training.set_divide_factor(runtime.units_in(self), factor)
 
     # Parameters
 
@@ -462,20 +457,20 @@ class FullyShardedDataParallel(nn.Module):
         the parameters that an optimizer holds, even if a unit keeps full parameters from forward to backward.
         """
         pairs = super().named_parameters(prefix, recurse, remove_duplicate)
-        yield from parameters.listed(parameters.named(self._interior, pairs))
+        yield from interior.listed(interior.named(self._interior, pairs))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """List names and buffers; while full parameters are summoned, under the names of the unwrapped module."""
-        yield from parameters.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
+        yield from interior.named(self._interior, super().named_buffers(prefix, recurse, remove_duplicate))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move or cast the shards as wholes; the original parameters follow as views of them.
 
         Inside `summon_full_params` the full parameters move instead, and only until it ends.
         """
-        with parameters.moving_shards(parameters.not_summoned(runtime.units_in(self)), fn):
+        with interior.moving_shards(interior.not_summoned(runtime.units_in(self)), fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
@@ -496,7 +491,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: if a configuration is not one of the form's.
             AssertionError: if the previous forms differ, so that one call could not set them again.
         """
-        return settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return form_settings.set_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
@@ -505,7 +500,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             AssertionError: if they differ.
         """
-        return settings.settings_of(module)
+        return form_settings.settings_of(module)
 
     @staticmethod
     def state_dict_type(
@@ -515,7 +510,9 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Choose the form of the state inside the context; leaving it, even by an exception, restores the settings."""
-        return settings.settings_shown(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return form_settings.settings_shown(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -525,10 +522,10 @@ class FullyShardedDataParallel(nn.Module):
         Its tensors are copies. If some were written to in place, and not loaded, the next call warns of it.
         """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        written.warn_of_writes(self)
+        saving.warn_of_writes(self)
         state = saving.save_state(self, self._interior, args, named, super().state_dict)
         if destination is None and not args:
-            written.watch(self, state)
+            saving.watch(self, state)
         return state
 
     def load_state_dict(
@@ -540,9 +537,9 @@ class FullyShardedDataParallel(nn.Module):
         is set, the other ranks may pass an empty dict: then the first rank sends its tensors, one after the other.
         If anything does not fit, nothing is changed.
         """
-        written.forget(self)
+        saving.forget(self)
         load = partial(super().load_state_dict, assign=assign)
-        return loading.load_state(self, self._interior, state_dict, strict, load)
+        return load_hooks.load_state(self, self._interior, state_dict, strict, load)
 
     @staticmethod
     def optim_state_dict(
@@ -599,9 +596,9 @@ class FullyShardedDataParallel(nn.Module):
         shard_full_optim_state_dict = staticmethod(older_functions.shard_full_optim_state_dict)
         scatter_full_optim_state_dict = staticmethod(older_functions.scatter_full_optim_state_dict)
         flatten_sharded_optim_state_dict = staticmethod(older_functions.flatten_sharded_optim_state_dict)
-        rekey_optim_state_dict = staticmethod(rekeying.rekey_optim_state_dict)
+        rekey_optim_state_dict = staticmethod(older_functions.rekey_optim_state_dict)
 
-    # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.promised` has the others
+    # FSDP1's names with an underscore that torch or the wrapper itself asks for; `flatparam.addons` has the others
 
     @property
     def _unit(self) -> runtime.Unit:

@@ -12,22 +12,14 @@ from torch import Tensor, nn
 from flatparam_checkpoint.agreement import some_of
 from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
-from flatparam_files.checkpoint import TensorRecord
-from flatparam_files.disk import bytes_view, filled
+from flatparam_files.checkpoint.manifest import TensorRecord
+from flatparam_files.disk.source import filled
+from flatparam_files.disk.system import bytes_view
 from flatparam_runtime import ParamSpec, Span
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
-
-__all__ = [
-    "LoadOptions",
-    "PreparedAverages",
-    "PreparedModel",
-    "prepare_averages",
-    "prepare_model",
-    "read_part",
-]
 
 _SHOWN = 5
 

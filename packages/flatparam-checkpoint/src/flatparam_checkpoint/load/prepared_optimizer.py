@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from flatparam_checkpoint.load.prepared_model import read_part
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
 from flatparam_runtime import COUNTERS, ParamSpec, Span
-from flatparam_state.forms import LazyTensor, LazyValue
+from flatparam_state.forms.deferred import LazyTensor, LazyValue
 from flatparam_state.model_tensors import model_tensors
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
-
-__all__ = ["PreparedOptimizer", "prepare_optimizer"]
 
 
 @final

@@ -14,8 +14,6 @@ from flatparam_checkpoint.pretrained.files import PretrainedFiles
 from flatparam_checkpoint.pretrained.unread import UnreadTensor
 from flatparam_files import CheckpointError
 
-__all__ = ["as_transformers_loads"]
-
 _MODELS: Final = "transformers.modeling_utils"
 _MAPPINGS: Final = "transformers.conversion_mapping"
 _LOADING: Final = "transformers.core_model_loading"

@@ -15,12 +15,12 @@ from typing_extensions import Self
 
 from flatparam_checkpoint.pretrained.unread import UnreadTensor
 from flatparam_files import CheckpointError, TensorInfo, join_path, open_source, select, split_path
-from flatparam_files.disk import bytes_view, renamed
-from flatparam_files.formats import Stored, StoredSource, StridedTensor
+from flatparam_files.disk.source import renamed
+from flatparam_files.disk.system import bytes_view
+from flatparam_files.formats.stored_tensors import Stored, StridedTensor
+from flatparam_files.formats.whole_sources import StoredSource
 from flatparam_runtime import Span
 from flatparam_state.model_tensors import ModelTensor, model_tensors
-
-__all__ = ["Names", "PretrainedFiles", "Fit", "fit"]
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 """From a tensor's name in the files to its name in the model; None, or an absent key of a mapping, keeps the name."""

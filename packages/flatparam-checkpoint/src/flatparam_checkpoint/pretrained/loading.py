@@ -31,9 +31,7 @@ from flatparam_checkpoint.pretrained.making import (
 from flatparam_checkpoint.pretrained.read import read_pretrained
 from flatparam_files import CheckpointError
 from flatparam_runtime import Topology, clean_fqn, resolve_topology, telling, units_in
-from flatparam_state.values_later import ValuesLater
-
-__all__ = ["PretrainedReport", "load_pretrained"]
+from flatparam_state.forms.deferred import ValuesLater
 
 _SHOWN = 10
 _WRAPPER: Final = "flatparam"
@@ -411,7 +409,8 @@ def _bar(asked: bool | None, files: PretrainedFiles, topology: Topology) -> Iter
         unit="B",
         unit_scale=True,
     ) as bar:
-        yield bar.update
+        # The shares of ranks differ by some elements.
+        yield lambda done: bar.update(min(done, bar.total - bar.n))
 
 
 def _warn(files: PretrainedFiles, found: Fit) -> None:

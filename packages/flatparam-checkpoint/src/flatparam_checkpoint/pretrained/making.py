@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["cast_parameters", "hollow", "materialise", "unknown_buffers", "unknown_parameters"]
-
 
 def hollow(factory: Callable[[], nn.Module]) -> nn.Module:
     """Return the module that `factory()` returns; each parameter goes to the meta device when a module registers it.

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from flatparam_files import Box, TensorInfo
-from flatparam_files.formats import Storage, Stored, StridedTensor, read_boxes, row_major
+from flatparam_files.disk.source import read_boxes
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor, row_major
 from flatparam_runtime import Span
-
-__all__ = ["UnreadTensor"]
 
 
 @final

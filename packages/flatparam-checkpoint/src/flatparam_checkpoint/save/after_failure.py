@@ -8,12 +8,10 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam_checkpoint.save.session import Saver
+from flatparam_checkpoint.save.save_session import Saver
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import check_step
+from flatparam_files.checkpoint.fields import check_step
 from flatparam_runtime import Collectives, ExchangesValues, survivors_of
-
-__all__ = ["save_after_failure"]
 
 _HINT: Final = "resume from the latest checkpoint"
 

@@ -18,10 +18,10 @@ from typing import Final, final
 from flatparam_checkpoint.agreement import Attempt, Failure
 from flatparam_checkpoint.save.contribution import Contribution
 from flatparam_files import CheckpointError
-from flatparam_files.checkpoint import Committer, DirectoryLock, Ticket, report_path
+from flatparam_files.checkpoint.commit import Committer
+from flatparam_files.checkpoint.lock import DirectoryLock
+from flatparam_files.checkpoint.rank_part import Ticket, report_path
 from flatparam_runtime import ExchangesValues
-
-__all__ = ["Background", "await_reports", "check_commit", "say_failed", "BackgroundSave"]
 
 _EXIT_CODE: Final = 1
 

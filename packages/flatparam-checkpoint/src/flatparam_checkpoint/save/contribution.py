@@ -12,11 +12,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_files import CHUNK_NBYTES, OnMoment, Staging, TensorInfo
-from flatparam_files.checkpoint import RankFileWriter, RankReport, RankValue, TensorRecord, Ticket, encode
-from flatparam_files.disk import filled, make_directory
+from flatparam_files.checkpoint.manifest import RankValue, TensorRecord
+from flatparam_files.checkpoint.rank_part import RankFileWriter, RankReport, Ticket
+from flatparam_files.checkpoint.values import encode
+from flatparam_files.disk.source import filled
+from flatparam_files.disk.system import make_directory
 from flatparam_runtime import Span
-
-__all__ = ["Contribution", "OwnedPiece"]
 
 
 @final

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of
 from flatparam_checkpoint.save.contribution import Contribution, OwnedPiece
 from flatparam_files import CheckpointError, TensorInfo, join_path
-from flatparam_files.checkpoint import OF_RANKS, RankValue, TensorRecord, encode, inline, reference
+from flatparam_files.checkpoint.manifest import OF_RANKS, RankValue, TensorRecord
+from flatparam_files.checkpoint.values import encode, inline, reference
 from flatparam_runtime import COUNTERS, Span, Threshold
-from flatparam_state import Place, places_in
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 from flatparam_state.optimizer import Held, Holding, Inventory, spread_out, with_names
+from flatparam_state.places import Place, places_in
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
-
-__all__ = ["Inventories", "Subject"]
 
 
 def share_of(span: Span, place: Place) -> Span:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam_clients.handle import HandleView, handle_views
-from flatparam_clients.training_state import HandleTrainingState, TrainingState
+from flatparam_clients.handle_view import HandleTrainingState, HandleView, TrainingState, handle_views
 from flatparam_core import FSDP_WRAPPED_MODULE
 from flatparam_core import clean_fqn as clean_tensor_name
 

@@ -1,6 +1,6 @@
 """FSDP1's module of extensions: its names."""
 
-from flatparam.sharding.extension_point import DTensorExtensions, FSDPExtensions
+from flatparam.sharding.extensions import DTensorExtensions, FSDPExtensions
 from flatparam.sharding.extensions import set_extensions as _set_fsdp_extensions
 
 __all__ = ["DTensorExtensions", "FSDPExtensions", "_set_fsdp_extensions"]

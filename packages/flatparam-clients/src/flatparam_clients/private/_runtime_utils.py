@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam_clients.handle import HandleView
+from flatparam_clients.handle_view import HandleView
 from flatparam_core import FlatParamError
 from flatparam_runtime import tree_of
 

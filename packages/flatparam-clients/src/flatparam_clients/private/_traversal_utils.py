@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
-from flatparam_clients.handle import HandleView, handle_views
+from flatparam_clients.handle_view import HandleView, handle_views
 
 __all__ = ["_get_fsdp_handles", "_get_fsdp_states", "_get_fsdp_states_with_modules"]
 

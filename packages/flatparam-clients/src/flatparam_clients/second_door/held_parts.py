@@ -116,7 +116,7 @@ def _are_same(some: list[Any], others: list[Any]) -> bool:
 def _identities(state: State) -> list[int]:
     """Return the identities of the entries of a state, and of the values in them."""
     entries = state.values()
-    return [*map(id, entries), *map(id, itertools.chain.from_iterable(each.values() for each in entries))]
+    return [*map(id, entries), *map(id, itertools.chain.from_iterable(map(dict.values, entries)))]
 
 
 def _stored(key: Any, shown: dict[str, Any], before: State) -> dict[str, Any]:

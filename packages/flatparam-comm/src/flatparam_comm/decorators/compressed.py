@@ -10,12 +10,9 @@ from torch import Tensor
 
 from flatparam_comm import checks
 from flatparam_comm.checks import Site
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import Collectives, ContinuedPending, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.pending import ContinuedPending
-from flatparam_comm.transfer.marks import keep
-
-__all__ = ["CompressedCollectives"]
+from flatparam_comm.transfer.streams import keep
 
 
 @final

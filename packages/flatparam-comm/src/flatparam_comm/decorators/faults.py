@@ -15,8 +15,6 @@ from torch import Tensor
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 
-__all__ = ["Delay", "Fault", "FaultyCollectives", "Kill", "Raise"]
-
 
 @final
 @attrs.frozen

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending, ReduceOp
 
-__all__ = ["ForwardingCollectives"]
-
 
 class ForwardingCollectives(abc.ABC):
     """Derive a decorator of `Collectives` from this and override the methods that it changes; it decorates `inner`.

@@ -33,27 +33,6 @@ from flatparam_comm.errors import CommError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "as_carried",
-    "backend_of",
-    "broadcast",
-    "call_with_default_group",
-    "connections_of",
-    "count_of",
-    "destroyed",
-    "first_of",
-    "is_carried",
-    "known_groups",
-    "making_apart",
-    "plain",
-    "reduce_scatter",
-    "source_file",
-    "time_limit_of",
-]
-
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 #: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
 #: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".

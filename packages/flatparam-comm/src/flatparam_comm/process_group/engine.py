@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatparam_comm import checks
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, ReduceOp, copied
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.guarding import GroupMonitor, monitor_of
-from flatparam_comm.pending import COMPLETED, copied
 from flatparam_comm.process_group import c10d, groups
 
 if dist.is_available() and not dist.is_initialized():
@@ -27,12 +26,6 @@ if dist.is_available() and not dist.is_initialized():
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = [
-    "ProcessGroupCollectives",
-    "engine_of",
-    "process_group_of",
-]
 
 T = TypeVar("T")
 _REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}

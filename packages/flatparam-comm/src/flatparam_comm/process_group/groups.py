@@ -26,29 +26,12 @@ from flatparam_comm.process_group.c10d import (
     making_apart,
     time_limit_of,
 )
-from flatparam_comm.process_group.exchanging import exchange_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+from collections.abc import Callable
 
-__all__ = [
-    "barrier",
-    "cpu_backend",
-    "current_device",
-    "default_group",
-    "exchange",
-    "group_named",
-    "group_or_default",
-    "has_cpu_backend",
-    "is_between_processes",
-    "members_of",
-    "name_of",
-    "new_subgroup",
-    "served_store_of",
-    "stop_waiting",
-    "store_of",
-    "timeout_of",
-]
+from torch import Tensor
 
 #: The backends whose groups are of several processes.
 _BETWEEN_PROCESSES: Final = ("gloo", "nccl", "xccl", "mpi", "ucc")
@@ -216,3 +199,27 @@ class _Names:
 
 
 _NAMES: Final = _Names()
+
+
+def exchange_bytes(
+    mine: bytes,
+    size: int,
+    gather: Callable[[Tensor, Tensor], None],
+    device: torch.device,
+) -> list[bytes]:
+    """Return the bytes of each of `size` ranks, in rank order.
+
+    `gather(output, shard)` fills `output` with every rank's `shard`; both are on `device`. Unlike torch's own function
+    for objects, this one needs no numpy.
+    """
+    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    sizes = torch.empty(size, dtype=torch.int64, device=device)
+    gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=device))
+    numels = sizes.tolist()
+    longest = max(numels)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    gathered = torch.empty(size * longest, dtype=torch.uint8, device=device)
+    gather(gathered, padded)
+    rows = zip(gathered.view(size, longest), numels, strict=True)
+    return [bytes(row[:numel].tolist()) for row, numel in rows]

@@ -26,9 +26,7 @@ from typing import final
 import attrs
 
 from flatparam_comm.errors import CollectiveError, describe_call
-from flatparam_comm.threads.rng import GeneratorStates
-
-__all__ = ["Baton", "ErrorFactory", "Waiting"]
+from flatparam_comm.threads.current import GeneratorStates
 
 #: Makes the error that a rank is to raise, from (the rank in the world, op, label).
 ErrorFactory = Callable[[int, str, str], CollectiveError]

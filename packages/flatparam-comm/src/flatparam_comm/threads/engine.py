@@ -9,9 +9,9 @@ from typing import Any, final
 import attrs
 from torch import Tensor
 
-from flatparam_comm import checks, rank_texts
+from flatparam_comm import checks
 from flatparam_comm.collectives import Pending, ReduceOp
-from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError
+from flatparam_comm.errors import CollectiveError, DeadlockError, MismatchError, told_by_ranks
 from flatparam_comm.threads.baton import Baton, ErrorFactory, Waiting
 from flatparam_comm.threads.meeting import Meeting, MeetingCall, MeetingGroup, Post
 from flatparam_comm.threads.transfer import (
@@ -22,8 +22,6 @@ from flatparam_comm.threads.transfer import (
     stage_broadcast,
     stage_reduction,
 )
-
-__all__ = ["ThreadCollectives", "ThreadWorld"]
 
 
 @final
@@ -67,7 +65,7 @@ class ThreadWorld:
                 if not meeting.agrees():
                     return _mismatch(meeting)
         advice = "make every rank call the same collectives in the same order"
-        text = rank_texts.told_by_ranks("no rank can go on", doing, advice)
+        text = told_by_ranks("no rank can go on", doing, advice)
         return lambda rank, op, label: DeadlockError(rank, op, label, text)
 
 

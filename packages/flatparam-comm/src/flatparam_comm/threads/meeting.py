@@ -8,11 +8,8 @@ from typing import Any
 import attrs
 import torch
 
-from flatparam_comm.errors import describe_call
-from flatparam_comm.rank_texts import told_by_ranks, told_ranks
+from flatparam_comm.errors import describe_call, told_by_ranks, told_ranks
 from flatparam_comm.threads.transfer import Cargo
-
-__all__ = ["MeetingCall", "Meeting", "MeetingGroup", "Post"]
 
 
 @attrs.frozen

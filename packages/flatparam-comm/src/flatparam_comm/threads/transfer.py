@@ -16,9 +16,7 @@ from torch import Tensor
 from flatparam_comm.checks import Site
 from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import CollectiveError, MismatchError
-from flatparam_comm.transfer.marks import follow, keep, mark
-
-__all__ = ["Cargo", "Staged", "stage_all_gather", "stage_all_to_all", "stage_broadcast", "stage_reduction"]
+from flatparam_comm.transfer.streams import follow, keep, mark
 
 
 @attrs.define(eq=False)

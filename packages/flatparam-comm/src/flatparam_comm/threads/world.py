@@ -25,13 +25,10 @@ from flatparam_comm.errors import (
     RankError,
     WorldTimeout,
     cause_among,
+    told_by_ranks,
 )
-from flatparam_comm.rank_texts import told_by_ranks
-from flatparam_comm.threads.current import set_current_collectives
+from flatparam_comm.threads.current import GeneratorStates, accelerator_in_use, set_current_collectives
 from flatparam_comm.threads.engine import ThreadWorld
-from flatparam_comm.threads.rng import GeneratorStates, accelerator_in_use
-
-__all__ = ["run_threads"]
 
 T = TypeVar("T")
 

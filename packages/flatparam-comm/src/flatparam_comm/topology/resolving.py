@@ -14,9 +14,8 @@ from flatparam_comm.collectives import Collectives
 from flatparam_comm.hosts import host_identity
 from flatparam_comm.process_group import groups
 from flatparam_comm.process_group.engine import ProcessGroupCollectives
-from flatparam_comm.single import SingleCollectives
+from flatparam_comm.single import HasRanks, RanksOnly, SingleCollectives
 from flatparam_comm.threads.current import current_collectives
-from flatparam_comm.topology.ranks_only import HasRanks, RanksOnly
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.topology.transports import (
     CannotShareError,
@@ -28,8 +27,6 @@ from flatparam_comm.topology.transports import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["resolve_topology", "with_shared_memory"]
 
 
 def resolve_topology(

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import attrs
 
 from flatparam_comm.collectives import Collectives
-from flatparam_comm.errors import MismatchError
+from flatparam_comm.errors import MismatchError, told_by_ranks
 from flatparam_comm.guarding import tell_failure
-from flatparam_comm.rank_texts import told_by_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["Topology"]
 
 T = TypeVar("T")
 

@@ -18,14 +18,6 @@ from flatparam_comm.process_group.engine import ProcessGroupCollectives
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "CannotShareError",
-    "Transport",
-    "as_process_group",
-    "say_what_is_missing",
-    "shared_memory_transport",
-]
-
 _LOG: Final = logging.getLogger("flatparam_comm")
 
 

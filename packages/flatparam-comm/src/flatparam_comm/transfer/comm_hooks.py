@@ -10,8 +10,6 @@ from typing import Any, Literal, final
 import attrs
 from torch import Tensor
 
-__all__ = ["CommHooks", "HookStage"]
-
 HookStage = Literal["reduce", "all_reduce", "all_gather"]
 
 

@@ -11,12 +11,9 @@ import attrs
 from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.transfer.device import Mark
-from flatparam_comm.transfer.streams import streams_of
-from flatparam_comm.transfer.uneven import check_even, gather_shards
+from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_comm.transfer.uneven import check_even, gather_uneven
 from flatparam_core import FlatParamHandle, Residency
-
-__all__ = ["Gather"]
 
 _IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
 
@@ -98,8 +95,8 @@ class Gather:
             if hook is not None:
                 check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
-            elif handle.forms.layout.is_apart:
-                self._pending.append(gather_shards(group, handle.layout, full, shard, label=label))
+            elif handle.forms.layout.uneven_numels:
+                self._pending.append(gather_uneven(group, handle.layout, full, shard, label=label))
             else:
                 self._pending.append(group.all_gather(full, shard, label=label))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Final, final
@@ -11,19 +12,80 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Pending, TakesParts, takes_parts
-from flatparam_comm.pending import COMPLETED
+from flatparam_comm.collectives import COMPLETED, Pending, TakesParts, takes_parts
 from flatparam_comm.topology.topology import Topology
-from flatparam_comm.transfer.averaging import Averaging, averaging_over
 from flatparam_comm.transfer.comm_hooks import CommHooks
-from flatparam_comm.transfer.device import Mark
-from flatparam_comm.transfer.streams import streams_of
+from flatparam_comm.transfer.streams import Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, scatter_sums
 from flatparam_core import FlatParamHandle, Threshold
 
-_GRADIENTS: Final = operator.attrgetter("gradients")
+_WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
+"""The dtypes in whose range sums of gradients stay without a division before the sum."""
 
-__all__ = ["PART_NBYTES", "PartialSum", "Reduced", "Reducer", "Reduction"]
+
+@final
+@attrs.frozen
+class Averaging:
+    """The factors that turn a sum over ranks into a mean; whichever are used, the bits are those of FSDP1."""
+
+    before: float = 1.0
+    """The divisor of gradients when they are collected."""
+    after: float = 1.0
+    """The divisor of the sum."""
+    in_parts: bool = False
+    """Whether gradients are summed from where autograd leaves them, without a flat buffer."""
+
+
+@functools.cache
+def averaging_over(
+    ranks: int,
+    divisor: float,
+    dtypes: frozenset[torch.dtype],
+    *,
+    in_copy: bool = True,
+    in_parts: bool = False,
+) -> Averaging:
+    """Return the factors that divide a sum over `ranks` by `divisor`.
+
+    Dividing by a power of two loses no bit, so it happens where it costs least: in the copy of gradients to the flat
+    buffer if that is enough, else after the sum, which is only a shard. Only float16 needs a part of it before the sum.
+    No collective is asked to divide or to multiply: plain sums are what every backend has, and NVLink's switches.
+
+    Args:
+        dtypes: the dtypes of the sums.
+        in_copy: whether a division costs nothing in the copy, as on a CPU; on an accelerator it is a kernel of its own.
+        in_parts: whether gradients are summed without being copied first.
+    """
+    before, after = split_divisor(divisor, ranks)
+    if not dtypes <= _WIDE:
+        return Averaging(before=before, after=after, in_parts=in_parts)
+    if after == 1.0 and in_copy and not in_parts:
+        return Averaging(before=before)
+    return Averaging(after=divisor, in_parts=in_parts)
+
+
+def gradient_divisors(ranks: int) -> tuple[float, float]:
+    """Return the factors by which gradients are divided before and after the sum over `ranks`.
+
+    The first is a power of two near the square root of `ranks`, so that neither the summands nor the sum leaves the
+    range of a 16-bit dtype; the product of both is `ranks`. The rule is FSDP1's, so that the rounding is the same.
+    """
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return float(before), ranks / before
+
+
+def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
+    """Return the factors before and after the sum whose product is `factor`, a user's own divisor.
+
+    The first factor is that of a mean over `ranks`, a power of two, so that it loses no bits.
+    """
+    before, _ = gradient_divisors(ranks)
+    return before, factor / before
+
+
+_GRADIENTS: Final = operator.attrgetter("gradients")
 
 PART_NBYTES: Final = Threshold(
     "runtime.part_nbytes",
@@ -158,7 +220,10 @@ class Reducer:
             factor = self.divide_factor * size / self._ranks
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
-        in_parts = self._of_parts is not None and self._are_large(handles)
+        # Chunks are cut out of the gradients by the call that collects them.
+        in_parts = all(handle.layout.is_chunked for handle in handles) or (
+            self._of_parts is not None and self._are_large(handles)
+        )
         return averaging_over(size, factor, dtypes, in_copy=device.type == "cpu", in_parts=in_parts)
 
     @staticmethod
@@ -183,9 +248,9 @@ class Reducer:
         parts = []
         for handle in handles:
             pending: Pending | None = None
-            uneven = handle.forms.layout.is_apart
-            in_parts = averaging.in_parts and not uneven and handle.gradients.is_apart
-            if self._of_parts is not None and in_parts:
+            layout = handle.forms.layout
+            is_plain = not layout.uneven_numels and not layout.is_chunked
+            if self._of_parts is not None and averaging.in_parts and is_plain and handle.gradients.is_apart:
                 output, apart = handle.begin_reduce_parts()
                 pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
@@ -193,8 +258,8 @@ class Reducer:
                 if hook is not None:
                     check_even(handle.layout, "the hook in the place of the reduce-scatter")
                     hook(full, output)
-                elif uneven:
-                    pending = scatter_sums(shard, handle.layout, output, full, label=label)
+                elif layout.uneven_numels:
+                    pending = scatter_sums(shard, layout, output, full, label=label)
                 else:
                     pending = shard.reduce_scatter(output, full, label=label)
             parts.append(_ShardSum(handle, output, pending))

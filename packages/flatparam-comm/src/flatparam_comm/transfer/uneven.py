@@ -11,17 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.pending import ContinuedPending
+from flatparam_comm.collectives import Collectives, ContinuedPending, Pending
 from flatparam_core import FlatLayout, FlatParamError
-
-__all__ = ["check_even", "gather_shards", "scatter_sums"]
 
 
 def gather_shards(
     group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""
 ) -> Pending:
-    """Fill `full` with the shards of all ranks.
+    """Fill `full` with the flat parameter, of which each rank has the shard that the layout says.
 
     Args:
         group: the ranks that share the flat parameter.
@@ -30,13 +27,20 @@ def gather_shards(
         shard: 1-D, as many elements as the layout gives this rank; it may be this rank's slice of `full`.
         label: names the call in errors and ledgers.
     """
-    if layout.is_chunked:
-        shards = torch.empty_like(full)
-        return ContinuedPending(
-            group.all_gather(shards, shard, label=label), lambda: layout.spread(full, shards)
-        )
-    if not layout.uneven_numels:
+    if layout.uneven_numels:
+        return gather_uneven(group, layout, full, shard, label=label)
+    if not layout.is_chunked:
         return group.all_gather(full, shard, label=label)
+    shards = torch.empty_like(full)
+    return ContinuedPending(
+        group.all_gather(shards, shard, label=label), lambda: layout.chunks.spread(full, shards)
+    )
+
+
+def gather_uneven(
+    group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""
+) -> Pending:
+    """Do what `gather_shards` does of shards that differ in length."""
     if _takes_any_lengths(group, full):
         return group.all_to_all(
             full,
@@ -61,7 +65,7 @@ def gather_shards(
 def scatter_sums(
     group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
 ) -> Pending:
-    """Fill `output` with this rank's part of the sum of every rank's `full`, which has not one equal part of each rank.
+    """Fill `output` with this rank's part of the sum of every rank's `full`, in which shards differ in length.
 
     Args:
         group: the ranks that share the flat parameter.
@@ -70,8 +74,6 @@ def scatter_sums(
         full: 1-D, `layout.numel` elements, of the dtype of `output`.
         label: names the call in errors and ledgers.
     """
-    if layout.is_chunked:
-        return group.reduce_scatter(output, layout.joined(full), label=label)
     if _takes_any_lengths(group, full):
         return _exchanged_and_added(group, layout, output, full, label)
     longest = max(layout.shard_numels)
@@ -128,13 +130,8 @@ def check_even(layout: FlatLayout, hook: str) -> None:
     """Check that a hook in the place of a collective gets equal parts, end to end, as it takes for granted.
 
     Raises:
-        FlatParamError: if the shards differ in length, or are chunks; the message names `hook`.
+        FlatParamError: if the shards differ in length; the message names `hook`.
     """
-    if layout.is_chunked:
-        raise FlatParamError(
-            f"{layout.fqns[0]!r}, ...: each rank has a chunk of every parameter, and {hook} takes one part of the flat "
-            "parameter; leave out the hook, or the rule chunk"
-        )
     if layout.uneven_numels:
         raise FlatParamError(
             f"{layout.fqns[0]!r}, ...: the shards have from {min(layout.shard_numels)} to {max(layout.shard_numels)} "

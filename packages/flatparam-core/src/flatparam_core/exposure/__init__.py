@@ -4,7 +4,7 @@ from flatparam_core.exposure.bindings import BoundParameter, ParamInfo, discover
 from flatparam_core.exposure.flat import FlatExposure
 from flatparam_core.exposure.freed import FreedParameter
 from flatparam_core.exposure.original import OriginalExposure
-from flatparam_core.exposure.owners import MARKS, clear_owner, mark_owner, marked_owner
+from flatparam_core.exposure.owners import MARKS, clear_owner, handle_of, mark_owner, owner_of
 from flatparam_core.exposure.protocol import Exposure, Faces
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "clear_owner",
     "discover",
     "each_module",
+    "handle_of",
     "mark_owner",
-    "marked_owner",
+    "owner_of",
 ]

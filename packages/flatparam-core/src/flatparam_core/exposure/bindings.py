@@ -15,8 +15,6 @@ from flatparam_core.errors import FlatParamError
 from flatparam_core.geometry import ParamSpec
 from flatparam_core.names import clean_fqn
 
-__all__ = ["BoundParameter", "ParamInfo", "discover", "each_module"]
-
 
 @final
 @attrs.frozen(eq=False)

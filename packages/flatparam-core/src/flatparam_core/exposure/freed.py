@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from flatparam_core.errors import FlatParamError
-from flatparam_core.exposure.owners import marked_owner
-
-__all__ = ["FreedParameter"]
+from flatparam_core.exposure.owners import owner_of
 
 #: The attributes of a tensor that alias or read its memory; any other is as it was.
 _OF_MEMORY: Final = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -67,8 +65,8 @@ class FreedParameter(nn.Parameter):
 
 
 def _told(leaf: nn.Parameter | None) -> str:
-    owner = None if leaf is None else marked_owner(leaf)
-    name = "a full parameter" if owner is None else owner[0].told(owner[1])  # type: ignore[attr-defined]  # a handle
+    owner = None if leaf is None else owner_of(leaf)
+    name = "a full parameter" if owner is None else owner[0].told(owner[1])
     return (
         f"{name} was kept past the pass that had gathered it, or returned from a forward without gradients, and is "
         "used while only the shards are in memory; keep or return a copy, .detach().clone(), or read it from its "

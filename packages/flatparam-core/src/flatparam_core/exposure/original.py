@@ -13,14 +13,12 @@ from torch import nn
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
+from flatparam_core.exposure.owners import owner_of
 from flatparam_core.exposure.protocol import Faces, give_values, new_values
-from flatparam_core.exposure.replaced import replaced
-from flatparam_core.exposure.sites import Sites
+from flatparam_core.exposure.sites import Sites, replaced
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import ShardPieces
 from flatparam_core.storage import add_to_grad, give_data
-
-__all__ = ["OriginalExposure"]
 
 _GRAD: Final = operator.attrgetter("grad")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
@@ -168,14 +166,13 @@ class OriginalExposure:
             if found is None:
                 raise replaced(infos[0])
             if found is not self._shown[index]:
+                if self.faces is None:
+                    self._refuse_sharded(found, index)
                 given[index] = found if self.faces is None else self.faces.own_part(found)
                 newcomers[index] = found
             elif parameter.data_ptr() != self._addresses[index]:
                 given[index] = parameter
-        parts = {
-            index: new_values(self.flat_param, index, found, self._sites.infos[index][0].fqn)
-            for index, found in given.items()
-        }
+        parts = {index: new_values(self.flat_param, index, found) for index, found in given.items()}
         before = {index: self._originals[index] for index in given}
         if given:
             give_values(self.flat_param, parts)
@@ -198,9 +195,24 @@ class OriginalExposure:
         for index, found in newcomers.items() if self._shown is not self._originals else ():
             self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, self._shown[index])
             if (original := faces.original(face)) is not self._originals[index]:
+                at = next((at for at, each in enumerate(self._originals) if each is original), None)
+                if at is not None:
+                    raise self._tied_late(index, self.flat_param.flat_layout.fqns[at])
                 self._changes += self._originals[index]._version + 1
                 self._originals[index] = original
                 self._tied.add(index)
+
+    def _refuse_sharded(self, found: nn.Parameter, index: int) -> None:
+        handle, at = owner_of(found) or (None, index)
+        if handle is not None and (handle.flat_param is not self.flat_param or at != index):
+            raise self._tied_late(index, handle.layout.fqns[at])
+
+    def _tied_late(self, index: int, other: str) -> FlatParamError:
+        return FlatParamError(
+            f"parameter {self._sites.infos[index][0].fqn!r} was tied to {other!r} after its "
+            "module was sharded, so both would be trained; tie parameters before sharding, or copy the values "
+            "inside summon_full_params()"
+        )
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show the original `index` under the names `infos` of another unit's modules too."""

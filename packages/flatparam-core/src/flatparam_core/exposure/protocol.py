@@ -17,8 +17,6 @@ from flatparam_core.exposure.bindings import ParamInfo
 from flatparam_core.flat_parameter import FlatParameter
 from flatparam_core.geometry import FlatLayout, Fragment, ParamSpec, fragment_shape, memory_view
 
-__all__ = ["Exposure", "Faces", "Memory", "fragment_view", "give_values", "memory_of", "new_values"]
-
 Memory: TypeAlias = tuple[int, int]
 """The memory of a tensor: its address, and its number of elements."""
 
@@ -180,7 +178,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     return tensor.data_ptr(), tensor.numel()
 
 
-def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: str) -> torch.Tensor:
+def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor) -> torch.Tensor:
     """Return the data that the user gave the original parameter `index` after sharding, as the rank's 1-D part of them.
 
     Raises:
@@ -191,7 +189,7 @@ def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: 
     view = fragment_view(flat_param.data, layout, fragment)
     if given.dtype != view.dtype or given.device != view.device:
         raise FlatParamError(
-            f"parameter {fqn!r} was given other data after its module was sharded: expected {view.dtype} on "
+            f"parameter {spec.fqn!r} was given other data after its module was sharded: expected {view.dtype} on "
             f"{view.device}, found {given.dtype} on {given.device}; move or cast the whole wrapped module instead"
         )
     shape = tuple(given.shape)
@@ -201,7 +199,7 @@ def new_values(flat_param: FlatParameter, index: int, given: torch.Tensor, fqn: 
         part = given.detach().reshape(-1)
     else:
         raise FlatParamError(
-            f"parameter {fqn!r} was given other data after its module was sharded: expected the full shape "
+            f"parameter {spec.fqn!r} was given other data after its module was sharded: expected the full shape "
             f"{spec.shape} or this rank's part {tuple(view.shape)}, found {shape}; change its values "
             "in place instead, or inside summon_full_params()"
         )

@@ -15,10 +15,113 @@ from typing_extensions import Self
 
 from flatparam_core.errors import FlatParamError
 from flatparam_core.exposure.bindings import BoundParameter, ParamInfo
-from flatparam_core.exposure.registry import Reader, ShardedRegistry, install, uninstall
-from flatparam_core.exposure.replaced import fitting_replacements, is_harmless, replaced
 
-__all__ = ["Sites"]
+
+def is_harmless(found: torch.Tensor | None, shown: torch.Tensor | None) -> bool:
+    """Return whether `found` may replace `shown`: it is the same, or both are frozen and have the same memory.
+
+    Layers of bitsandbytes give themselves such a parameter during a forward pass.
+    """
+    if found is shown:
+        return True
+    if found is None or shown is None or found.requires_grad or shown.requires_grad:
+        return False
+    facts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (found, shown)]
+    return facts[0] == facts[1]
+
+
+def replaced(info: ParamInfo) -> FlatParamError:
+    """Return the error for a parameter that is not the one that was put there."""
+    return FlatParamError(
+        f"parameter {info.fqn!r} was replaced by another object after its module was sharded, so the other ranks would "
+        "train without it; change its values instead, inside summon_full_params(), or replace it before sharding"
+    )
+
+
+def fitting_replacements(
+    infos: Sequence[Sequence[ParamInfo]], shown: Sequence[torch.Tensor | None]
+) -> dict[int, nn.Parameter]:
+    """By index, the parameters that somebody has registered instead of `shown`, under all names of each.
+
+    Only what has the same shape and dtype, and is on the same device, is among them.
+
+    Args:
+        infos: for each parameter, its attributes.
+        shown: for each parameter, the tensor that was registered there.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for index, (places, old) in enumerate(zip(infos, shown, strict=True)):
+        modules = [info.reference() for info in places]
+        there = [
+            None if module is None else module._parameters.get(info.param_name)
+            for module, info in zip(modules, places, strict=True)
+        ]
+        new = there[0]
+        if new is None or old is None or new is old or any(each is not new for each in there):
+            continue
+        if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
+            found[index] = new
+    return found
+
+
+Reader: TypeAlias = "Callable[[torch.Tensor | None], torch.Tensor | None]"
+"""Is given what is registered under a name, and returns what an attribute of that name shows."""
+
+PART = "_flatparam_part"
+"""The attribute of a tensor that a reader has made of a flat parameter, and that nobody is to register."""
+
+
+@final
+class ShardedRegistry(dict[str, Any]):
+    """The `_parameters` of a module of which some are sharded, in the place of the module's own dictionary.
+
+    `module.weight` looks a name up here by `[]`, and so asks the name's reader. Whatever lists parameters, such as
+    `named_parameters()`, asks by `items()` or `get()`, and sees what is registered.
+    """
+
+    __slots__ = ("plain", "readers")
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        """Have the entries of `plain`, the module's own dictionary, which `uninstall` puts back."""
+        super().__init__(plain)
+        self.plain = plain
+        self.readers: dict[str, Reader] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        registered = dict.__getitem__(self, name)
+        reader = self.readers.get(name)
+        return registered if reader is None else reader(registered)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # `torch.func.functional_call` puts back what it has read.
+        dict.__setitem__(self, name, None if hasattr(value, PART) else value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has a dictionary of its own, until its unit is revived.
+        return dict, (dict(self),)
+
+
+def install(own: dict[str, Any], readers: Mapping[str, Reader]) -> None:
+    """Have reads of these parameters of a module ask their readers; `own` has the module's attributes."""
+    registry = own["_parameters"]
+    if not isinstance(registry, ShardedRegistry):
+        registry = own["_parameters"] = ShardedRegistry(registry)
+    registry.readers.update(readers)
+
+
+def uninstall(own: dict[str, Any], names: Mapping[str, object]) -> None:
+    """Have reads of the parameters `names` see what is registered; after the last, put the module's dictionary back."""
+    registry = own["_parameters"]
+    if not isinstance(registry, ShardedRegistry):
+        return
+    for name in names:
+        registry.readers.pop(name, None)
+    if not registry.readers:
+        plain = registry.plain
+        plain.clear()
+        plain.update(registry)
+        own["_parameters"] = plain
+
 
 T = TypeVar("T")
 Read: TypeAlias = "Callable[[int, torch.Tensor | None], torch.Tensor | None]"

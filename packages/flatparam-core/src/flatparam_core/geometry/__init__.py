@@ -1,13 +1,26 @@
 """The positions of parameters in a flat parameter: integers and no memory."""
 
 from flatparam_core.geometry.layout import FlatLayout, FlatParamShardMetadata, Fragment, Slot, shard_metadata
-from flatparam_core.geometry.replan import Location, Move, Place, replan
-from flatparam_core.geometry.rules import CHUNK, ELEMENT, ROW, WHOLE, LayoutRule, block_of
-from flatparam_core.geometry.shard_pieces import ShardPieces, fragment_shape, pack_parameter, pack_shard
+from flatparam_core.geometry.planning import Location, Move, Place, plan_layouts, replan
+from flatparam_core.geometry.shard_pieces import (
+    ShardPieces,
+    Unflattened,
+    fragment_shape,
+    pack_parameter,
+    pack_shard,
+)
 from flatparam_core.geometry.spans import Box, Span
-from flatparam_core.geometry.specs import ParamSpec, contiguous_stride, memory_view
-from flatparam_core.geometry.unflattened import Unflattened
-from flatparam_core.geometry.unit_layouts import plan_layouts
+from flatparam_core.geometry.specs import (
+    CHUNK,
+    ELEMENT,
+    ROW,
+    WHOLE,
+    LayoutRule,
+    ParamSpec,
+    block_of,
+    contiguous_stride,
+    memory_view,
+)
 
 __all__ = [
     "Box",

@@ -1,7 +1,7 @@
 """The position of each parameter in a flat parameter, and the part of it that each rank owns.
 
-Everything here is a frozen fact about integers: no rank is running, no tensor exists, but those that are passed to
-`FlatLayout.shard_of`, `joined` and `spread`.
+Everything here is a frozen fact about integers: no rank is running, no tensor exists, but the one that is passed to
+`FlatLayout.shard_of`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import attrs
 import torch
 
 from flatparam_core.errors import LayoutError
+from flatparam_core.geometry.chunks import Chunks, chunk_numel
 from flatparam_core.geometry.placing import check_shares, place
-from flatparam_core.geometry.rules import CHUNK, ELEMENT
 from flatparam_core.geometry.spans import Span
-from flatparam_core.geometry.specs import ParamSpec
-
-__all__ = ["FlatLayout", "FlatParamShardMetadata", "Fragment", "Slot", "shard_metadata"]
+from flatparam_core.geometry.specs import CHUNK, ELEMENT, ParamSpec
 
 _NOTHING: Final = Span(0, 0)
-_BLOCKS: Final = "_flatparam_blocks"
-"""The attribute of a flat tensor that has its blocks."""
 
 
 @final
@@ -215,7 +211,7 @@ class FlatLayout:
         for spec in specs:
             start = -(-width // step) * step
             slots.append(Slot(spec, Span(start * world_size, start * world_size + spec.numel)))
-            width = start + _chunk(spec, world_size)
+            width = start + chunk_numel(spec, world_size)
         return cls(tuple(slots), world_size, -(-width // step) * step * world_size)
 
     @classmethod
@@ -279,61 +275,22 @@ class FlatLayout:
         """Return whether each rank has a chunk of every parameter, so that its shard is no interval of the whole.
 
         Parameter `i` then begins at `world_size * o` in the flat parameter, and its chunk at `o` in every shard. What
-        ranks exchange has their shards end to end: `joined` makes it, and `spread` takes it apart.
+        ranks exchange has their shards end to end: `chunks` makes it, and takes it apart.
         """
         return self.world_size > 1 and self.slots[0].spec.rule == CHUNK
 
     @cached_property
-    def is_apart(self) -> bool:
-        """Return whether the flat parameter is anything but equal parts, one of each rank, end to end."""
-        return bool(self.uneven_numels) or self.is_chunked
-
-    @cached_property
-    def columns(self) -> tuple[int, ...]:
-        """If it `is_chunked`: the lengths of the chunks in a shard, and of the padding between them, in elements."""
-        found, end = [], 0
-        for slot in self.slots:
-            start, chunk = slot.span.start // self.world_size, _chunk(slot.spec, self.world_size)
-            found += [start - end, chunk]
-            end = start + chunk
-        return tuple(filter(None, (*found, self.numel // self.world_size - end)))
-
-    @cached_property
-    def _templates(self) -> list[torch.Tensor]:
-        """Make a tensor of the shape of each block, without memory of its own."""
-        one = torch.empty((), device="cpu")
-        return [one.expand(self.world_size, width) for width in self.columns]
-
-    def _blocks(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """For each parameter, and each stretch of padding, its chunks as rows of a view of `full`, which keeps them."""
-        known: tuple[FlatLayout, list[torch.Tensor]] | None = vars(full).get(_BLOCKS)
-        if known is None or known[0] is not self:
-            # Of an alias: a view refers to what it was made of, which would live as long as itself.
-            blocks = torch._C._nn.unflatten_dense_tensors(full.detach(), self._templates)
-            known = vars(full)[_BLOCKS] = (self, list(blocks))
-        return known[1]
+    def chunks(self) -> Chunks:
+        """Return what makes the flat parameter of what ranks exchange, and the other way round, if it `is_chunked`."""
+        starts = [slot.span.start // self.world_size for slot in self.slots]
+        specs = [slot.spec for slot in self.slots]
+        return Chunks.of(specs, starts, self.numel // self.world_size, self.world_size)
 
     def shard_of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the shard of `rank`, 1-D, of `full`, a flat tensor: a view, or a copy if it `is_chunked`."""
         if self.is_chunked and self.numel:
-            return torch.cat([block[rank] for block in self._blocks(full.detach())])
+            return self.chunks.shard(full, rank)
         return full[self.shard_span(rank).as_slice()]
-
-    @torch.no_grad()
-    def joined(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the shards of all ranks, end to end, of `full`, a flat tensor, if it `is_chunked`: a copy."""
-        return torch.cat(self._blocks(full), dim=1).view(-1)
-
-    @torch.no_grad()
-    def spread(self, full: torch.Tensor, shards: torch.Tensor) -> None:
-        """Fill `full` with the parameters, each in one piece, by one call, if the layout `is_chunked`.
-
-        Args:
-            full: 1-D, `numel` elements.
-            shards: as many: the shards of all ranks, end to end.
-        """
-        rows = shards.view(self.world_size, -1)
-        torch.split_with_sizes_copy(rows, self.columns, dim=1, out=self._blocks(full))
 
     @cached_property
     def fqns(self) -> tuple[str, ...]:
@@ -371,7 +328,7 @@ class FlatLayout:
     def _fragment(self, index: int, shard: Span) -> Fragment:
         slot = self.slots[index].span
         if self.is_chunked:
-            chunk, start = _chunk(self.slots[index].spec, self.world_size), slot.start // self.world_size
+            chunk, start = chunk_numel(self.slots[index].spec, self.world_size), slot.start // self.world_size
             own = Span(0, slot.numel).overlap(
                 Span(0, chunk).shifted(shard.start // (shard.numel or 1) * chunk)
             )
@@ -389,7 +346,7 @@ class FlatLayout:
         """Return the ranks that own elements of parameter `index`; none if the parameter is empty."""
         if self.is_chunked:
             spec = self.slots[index].spec
-            return range(-(-spec.numel // max(1, _chunk(spec, self.world_size))))
+            return range(-(-spec.numel // max(1, chunk_numel(spec, self.world_size))))
         return self.ranks_in(self.slots[index].span)
 
     def ranks_in(self, span: Span) -> range:
@@ -419,12 +376,6 @@ def _end_to_end(specs: Sequence[ParamSpec], step: int) -> tuple[Slot, ...]:
         start = -(-_end(slots) // step) * step
         slots.append(Slot(spec, Span(start, start + spec.numel)))
     return tuple(slots)
-
-
-def _chunk(spec: ParamSpec, world_size: int) -> int:
-    """Return the elements of the longest chunk of a parameter, which is the first."""
-    rows = spec.numel // spec.grain
-    return -(-rows // world_size) * spec.grain
 
 
 def _end(slots: Sequence[Slot]) -> int:

@@ -20,8 +20,6 @@ from typing_extensions import Self
 from flatparam_core.errors import LayoutError
 from flatparam_core.geometry.specs import ParamSpec
 
-__all__ = ["Placing", "check_shares", "fewest_elements", "place"]
-
 _FINE: Final = 12
 """The search stops when the shortest length is known to one part in two to the power of this."""
 

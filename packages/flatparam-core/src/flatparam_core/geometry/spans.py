@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from flatparam_core.errors import LayoutError
 
-__all__ = ["Box", "Span"]
-
 
 @final
 @attrs.frozen(order=True)

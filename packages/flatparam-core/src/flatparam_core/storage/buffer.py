@@ -11,8 +11,6 @@ from typing_extensions import Self
 
 from flatparam_core.geometry import FlatLayout, Slot
 
-__all__ = ["BufferPool", "FlatBuffer", "slot_view"]
-
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can hand memory from one storage to another; if not, nothing is kept."""
 
@@ -25,7 +23,8 @@ class BufferPool:
     The C allocator gives large blocks back to the system, which clears their pages again at the next allocation: that
     takes as long as copying them. On an accelerator torch's own allocator does this already.
 
-    One block of each size is kept, since what is freed makes room for what is allocated next. Invariant:
+    One block of each size is kept, since what is freed makes room for what is allocated next: two of those that are
+    allocated in pairs. Invariant:
     `in_use + kept <= peak`, so there is never more memory than without the pool at its worst moment.
     """
 
@@ -70,11 +69,11 @@ class BufferPool:
             self._blocks[size].pop()
             self.kept -= size
 
-    def free(self, storage: torch.UntypedStorage) -> None:
-        """Take back the bytes of `storage`, which were allocated here."""
+    def free(self, storage: torch.UntypedStorage, most: int = 1) -> None:
+        """Take back the bytes of `storage`, which were allocated here; keep them if fewer than `most` are kept."""
         nbytes = storage.nbytes()
         self.in_use -= nbytes
-        if not (_CAN_SWAP and self.keeps) or self._blocks.get(nbytes):
+        if not (_CAN_SWAP and self.keeps) or len(self._blocks.get(nbytes, ())) >= most:
             storage.resize_(0)
             return
         block = self._spare.pop() if self._spare else torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
@@ -219,7 +218,8 @@ class FlatBuffer:
         if self._source is None:
             self._storage.resize_(0)
         else:
-            self._source.free(self._storage)
+            # Chunks are gathered in a buffer of the same size.
+            self._source.free(self._storage, 2 if self.layout.is_chunked else 1)
             self._source = None
 
     def shard(self, rank: int) -> torch.Tensor:

@@ -20,8 +20,6 @@ from flatparam_core.names import PRESENTER
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer, slot_view
 from flatparam_core.storage.precision import Precision
 
-__all__ = ["FullForm", "FullForms", "kind_of"]
-
 _GRAD: Final = operator.attrgetter("grad")
 _MEMORY: Final = operator.attrgetter("layout")
 
@@ -64,18 +62,29 @@ class FullForm:
     """The leaves that somebody else has now, though the memory is free."""
     watch: Any = None
     """What a runtime keeps of the leaves, for as long as there are these."""
+    _staged: FlatBuffer | None = None
+    """The shards of all ranks, end to end, until the buffer is filled with them, if each rank has chunks."""
 
     @classmethod
     def create(
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
         """Return a form without memory and without leaves."""
-        return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
+        form = cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
+        if layout.is_chunked:
+            form._staged = FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool)
+        return form
 
     @classmethod
     def over(cls, layout: FlatLayout, values: torch.Tensor) -> Self:
         """Return a form in the memory of `values`, a flat parameter that is not sharded."""
         return cls(FlatBuffer.over(layout, values))
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """From now on, take memory from `pool`, and return it there."""
+        self.buffer.pool = pool
+        if self._staged is not None:
+            self._staged.pool = pool
 
     def follow(self, values: torch.Tensor) -> None:
         """Move to the memory of `values`, if the form is in other memory."""
@@ -114,6 +123,20 @@ class FullForm:
         self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
         self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]
 
+    def allocate(self) -> torch.Tensor:
+        """Allocate the memory, and return the tensor that the shards of all ranks are gathered in, end to end."""
+        self.buffer.allocate()
+        if self._staged is None:
+            return self.buffer.tensor
+        self._staged.allocate()
+        return self._staged.tensor
+
+    def fill(self) -> None:
+        """Fill the buffer with what was gathered, if that is not there already."""
+        if self._staged is not None:
+            self.buffer.layout.chunks.spread(self.buffer.tensor, self._staged.tensor)
+            self._staged.free()
+
     def count_holders(self) -> None:
         """Have whoever gets a view of the memory from now on keep it, and its values, when it is freed next."""
         self._holders = self.buffer.holders
@@ -144,6 +167,8 @@ class FullForm:
         What somebody has by its address alone, such as the array of `Tensor.numpy()`, keeps the memory and its values.
         """
         buffer, holders = self.buffer, self._holders
+        if self._staged is not None:
+            self._staged.free()
         if self.leaves and not buffer.is_borrowed:
             if not buffer.is_resizable or 0 < holders < buffer.holders:
                 buffer.leave()
@@ -318,4 +343,4 @@ class FullForms:
         """From now on, take memory from `pool`, and return it there."""
         self.pool = pool
         for form in self.known:
-            form.buffer.pool = pool
+            form.use_pool(pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Final, final
 
@@ -17,7 +18,7 @@ from flatparam_core.geometry import FlatLayout, Unflattened
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.thresholds import Threshold
 
-__all__ = ["GradientLedger", "add_to_grad"]
+_DIVISOR: Final = operator.itemgetter(1)
 
 
 @functools.cache
@@ -145,6 +146,18 @@ class GradientLedger:
         else:
             self._kept[index] = gradient.detach(), divisor
 
+    def keep_all(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> None:
+        """Do what `keep` does of each of `gradients`."""
+        if self.is_empty and not torch.is_grad_enabled():
+            self._kept = {
+                index: (gradient, divisor) for index, gradient in zip(indices, gradients, strict=True)
+            }
+            return
+        for index, gradient in zip(indices, gradients, strict=True):
+            self.keep(index, gradient, divisor=divisor)
+
     def collect(self) -> None:
         """Deposit the kept gradients; a few calls handle all small ones."""
         if not self._kept:
@@ -157,7 +170,7 @@ class GradientLedger:
     @property
     def is_apart(self) -> bool:
         """Whether all gradients that have arrived are where autograd left them, to be taken as they are."""
-        return not any(self.deposited) and all(divisor == 1.0 for _, divisor in self._kept.values())
+        return not any(self.deposited) and {1.0}.issuperset(map(_DIVISOR, self._kept.values()))
 
     def hand_over(self) -> Unflattened:
         """Return the kept gradients as a flat gradient that is not made; until `release` they count as deposited.
@@ -169,11 +182,13 @@ class GradientLedger:
             raise FlatParamError(
                 f"{self.buffer.layout.fqns[0]}, ...: some gradients are in the flat buffer already"
             )
+        return Unflattened(self.buffer.layout, self.dtype, self.buffer.tensor.device, self._hand_over())
+
+    def _hand_over(self) -> dict[int, torch.Tensor]:
         kept, self._kept = self._kept, {}
         for index in kept:
             self.deposited[index] = 1
-        parts = {index: gradient for index, (gradient, _) in kept.items()}
-        return Unflattened(self.buffer.layout, self.dtype, self.buffer.tensor.device, parts)
+        return {index: gradient for index, (gradient, _) in kept.items()}
 
     def deposit(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Add `gradient / divisor` to the slot of parameter `index`.
@@ -305,6 +320,19 @@ class GradientLedger:
             if missing:
                 torch._foreach_zero_(missing)
             self._has_zeros = True
+        return self.buffer.tensor
+
+    def joined(self) -> torch.Tensor:
+        """Return what `complete` does, as the shards of all ranks end to end, if each rank has chunks.
+
+        Gradients that are still where autograd left them are copied once.
+        """
+        chunks = self.buffer.layout.chunks
+        if not (self._kept and self.is_apart):
+            return chunks.joined(self.complete())
+        parts = self._hand_over()
+        self.buffer.allocate()
+        chunks.join(parts, self.buffer.tensor)
         return self.buffer.tensor
 
     def release(self) -> None:

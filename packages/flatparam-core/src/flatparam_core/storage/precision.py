@@ -9,8 +9,6 @@ import torch
 
 from flatparam_core.errors import FlatParamError
 
-__all__ = ["Precision"]
-
 
 @final
 @attrs.frozen

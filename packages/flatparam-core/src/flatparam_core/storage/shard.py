@@ -11,8 +11,6 @@ from typing_extensions import Self
 from flatparam_core.errors import FlatParamError
 from flatparam_core.flat_parameter import FlatParameter
 
-__all__ = ["Shard", "give_data"]
-
 
 @final
 @attrs.define(eq=False)

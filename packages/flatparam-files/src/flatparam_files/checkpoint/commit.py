@@ -17,7 +17,8 @@ import torch
 
 from flatparam_core import warn_caller
 from flatparam_files import __version__
-from flatparam_files.checkpoint.directory import CheckpointDirectory
+from flatparam_files.checkpoint.directory import CheckpointDirectory, Moment, OnMoment, nothing
+from flatparam_files.checkpoint.fields import write_sealed
 from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.checkpoint.manifest import (
     MANIFEST,
@@ -26,20 +27,16 @@ from flatparam_files.checkpoint.manifest import (
     RankValue,
     TensorRecord,
 )
-from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
 from flatparam_files.checkpoint.rank_part import (
     RankReport,
     Ticket,
     report_path,
 )
-from flatparam_files.checkpoint.sealed import write_sealed
 from flatparam_files.checkpoint.soundness import damage_of
 from flatparam_files.checkpoint.values import decode, graft
 from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
 from flatparam_files.disk.source import TensorInfo, split_path
 from flatparam_files.disk.system import bytes_view, make_directory, sync_directory
-
-__all__ = ["Committer"]
 
 
 @final

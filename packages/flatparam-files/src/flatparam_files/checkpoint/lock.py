@@ -21,8 +21,6 @@ except ImportError:
     # On a system that is not POSIX, the owner that is written into the file decides.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["DirectoryLock"]
-
 _NAME: Final = "lock"
 
 

@@ -34,20 +34,6 @@ from flatparam_files.checkpoint.fields import (
 )
 from flatparam_files.disk.source import TensorInfo, join_path, split_path
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "FileRecord",
-    "FilePiece",
-    "RankValue",
-    "TensorRecord",
-    "block_count",
-    "rank_file",
-    "EXTRA_STATE",
-    "MANIFEST",
-    "Manifest",
-    "OF_RANKS",
-]
-
 BLOCK_NBYTES: Final = 2**20
 """The bytes that one hash is of. Blocks begin anew at each piece."""
 

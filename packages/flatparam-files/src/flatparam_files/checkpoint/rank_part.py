@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_core import Span
-from flatparam_files.checkpoint.fields import file_dtype
+from flatparam_files.checkpoint.directory import Moment, OnMoment, nothing
+from flatparam_files.checkpoint.fields import file_dtype, read_sealed, seal
 from flatparam_files.checkpoint.manifest import (
     BLOCK_NBYTES,
     FilePiece,
@@ -21,14 +22,10 @@ from flatparam_files.checkpoint.manifest import (
     TensorRecord,
     rank_file,
 )
-from flatparam_files.checkpoint.moments import Moment, OnMoment, nothing
-from flatparam_files.checkpoint.sealed import read_sealed, seal
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.safetensors import Staging, TensorFileWriter
 from flatparam_files.disk.source import TensorInfo
 from flatparam_files.disk.system import ReopenedFile, bytes_view, new_file, sync_file
-
-__all__ = ["RankFileWriter", "RankReport", "Ticket", "report_path"]
 
 
 @final

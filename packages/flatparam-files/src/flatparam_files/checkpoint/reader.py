@@ -31,16 +31,6 @@ from flatparam_files.disk.safetensors import read_header
 from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo, chunk_spans, filled, read_boxes
 from flatparam_files.disk.system import OPEN_FILES, AnyPath, ByteFile, tensor_of
 
-__all__ = [
-    "CheckpointReader",
-    "deletion_of",
-    "find_checkpoint",
-    "is_checkpoint",
-    "open_checkpoint",
-    "what_it_says",
-]
-
-
 _HINT: Final = "use a different checkpoint, or restore the file from a copy"
 
 

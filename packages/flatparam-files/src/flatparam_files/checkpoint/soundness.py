@@ -16,17 +16,6 @@ from flatparam_files.checkpoint.reader import CheckpointReader, find_checkpoint
 from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
 from flatparam_files.disk.system import AnyPath, unreadable
 
-__all__ = [
-    "Verification",
-    "checks_of_directory",
-    "damage_of",
-    "verify_checkpoint",
-    "Check",
-    "BytesRead",
-    "Soundness",
-    "examine",
-]
-
 _TRIES: Final = 20
 """How often the latest checkpoint is opened anew because a writer has deleted it."""
 

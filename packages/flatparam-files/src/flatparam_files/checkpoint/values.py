@@ -21,8 +21,6 @@ from flatparam_files.disk.limits import MAX_INTEGER_BITS, is_short_integer
 from flatparam_files.disk.source import join_path
 from flatparam_files.disk.system import bytes_view, tensor_of
 
-__all__ = ["OMIT", "decode", "encode", "graft", "inline", "reference"]
-
 _DEPTH: Final = 100
 _SHOWN: Final = 100
 _TENSORS: Final = (Tensor, nn.Parameter, nn.Buffer)

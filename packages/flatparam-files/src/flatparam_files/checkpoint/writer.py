@@ -23,8 +23,6 @@ from flatparam_files.disk.safetensors import Staging
 from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo, split_path
 from flatparam_files.disk.system import OPEN_FILES, AnyPath, free_nbytes
 
-__all__ = ["CheckpointWriter", "share_of"]
-
 
 @final
 class CheckpointWriter:

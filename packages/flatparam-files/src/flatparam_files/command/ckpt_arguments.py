@@ -10,8 +10,6 @@ from typing import Final
 
 from flatparam_files.command.shared import STATUS, Commands, Parser, add_command, run
 
-__all__ = ["EXPORTS", "FORMATS", "add", "main", "DTYPES", "dtype_name", "natural", "nbytes_of"]
-
 FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
 """The formats that are read."""
 EXPORTS: Final = ("hf", "torch", "dcp")
@@ -53,13 +51,13 @@ def add(groups: Commands) -> None:
 
 def _add_inspect_and_verify(commands: Commands) -> None:
     text = "show what is in a checkpoint, as a tree with shapes, dtypes and bytes, and who wrote it"
-    added = add_command(commands, "inspect", text, f"{_HERE}.inspecting", "inspect")
+    added = add_command(commands, "inspect", text, f"{_HERE}.ckpt_commands", "inspect")
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
     added.add_argument("--json", action="store_true", help="everything as one JSON object")
     added.add_argument("--depth", type=natural, help="show this many levels of the tree")
     _add_reading(added)
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
-    added = add_command(commands, "verify", text, f"{_HERE}.inspecting", "verify")
+    added = add_command(commands, "verify", text, f"{_HERE}.ckpt_commands", "verify")
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
     _add_reading(added, parts=False)
     _add_progress(added)
@@ -67,7 +65,7 @@ def _add_inspect_and_verify(commands: Commands) -> None:
 
 def _add_diff(commands: Commands) -> None:
     text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
-    added = add_command(commands, "diff", text, f"{_HERE}.comparing", "run")
+    added = add_command(commands, "diff", text, f"{_HERE}.ckpt_commands", "diff")
     added.add_argument("first", metavar="A", help="a checkpoint")
     added.add_argument("second", metavar="B", help="another")
     added.add_argument(
@@ -92,7 +90,7 @@ def _add_converting(commands: Commands) -> None:
     text = "make a flatparam checkpoint directory from a checkpoint of a different format"
     _add_own(commands, "import", text, needs_world_size=False)
     text = "write a checkpoint in the format of a different program"
-    added = add_command(commands, "export", text, f"{_HERE}.converting", "export")
+    added = add_command(commands, "export", text, f"{_HERE}.ckpt_commands", "export")
     _add_paths(added, "a new file or directory")
     added.add_argument(
         "--to", choices=EXPORTS, required=True, help="Hugging Face safetensors, torch.save, DCP"
@@ -115,7 +113,7 @@ def _add_converting(commands: Commands) -> None:
 
 
 def _add_own(commands: Commands, name: str, text: str, *, needs_world_size: bool) -> None:
-    added = add_command(commands, name, text, f"{_HERE}.converting", "write_own")
+    added = add_command(commands, name, text, f"{_HERE}.ckpt_commands", "write_own")
     _add_paths(added, "the directory of a run; made if it is not there")
     added.add_argument(
         "--world-size",

@@ -13,21 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final, NoReturn, TextIO, TypeAlias
 
-from flatparam_files.collector import without_collector
-
-__all__ = [
-    "STATUS",
-    "Commands",
-    "ArgumentsError",
-    "Parser",
-    "add_command",
-    "say",
-    "say_aside",
-    "scaled",
-    "shown_nbytes",
-    "showing",
-    "run",
-]
+from flatparam_files.disk.limits import without_collector
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a parser has its commands."""

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from flatparam_core import FlatParamError
 
-__all__ = ["CheckpointError", "UnreadableError", "damage_named"]
-
 
 class CheckpointError(FlatParamError):
     """Catch this when a checkpoint cannot be written, or cannot be trusted, or does not fit; nothing was changed then.

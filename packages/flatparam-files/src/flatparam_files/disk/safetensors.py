@@ -17,22 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from flatparam_files.collector import without_collector
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.disk.limits import parse_json
+from flatparam_files.disk.limits import parse_json, without_collector
 from flatparam_files.disk.source import CHUNK_NBYTES, TensorInfo
 from flatparam_files.disk.system import AnyPath, ByteFile, bytes_view
-
-__all__ = [
-    "DTYPES",
-    "SafetensorsHeader",
-    "StoredTensor",
-    "decode_header",
-    "encode_header",
-    "read_header",
-    "Staging",
-    "TensorFileWriter",
-]
 
 DTYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {

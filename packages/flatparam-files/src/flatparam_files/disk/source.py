@@ -14,20 +14,6 @@ from torch import Tensor
 from flatparam_core import Box, Span
 from flatparam_files.disk.limits import MAX_DIMS
 
-__all__ = [
-    "CHUNK_NBYTES",
-    "Source",
-    "TensorInfo",
-    "chunk_spans",
-    "filled",
-    "join_path",
-    "read_boxes",
-    "renamed",
-    "split_path",
-    "Box",
-    "row_major_boxes",
-]
-
 _SHOWN: Final = 100
 CHUNK_NBYTES: Final = 8 * 2**20
 """The most bytes that a source yields at once."""

@@ -16,23 +16,6 @@ from typing_extensions import Self
 from flatparam_core import Threshold
 from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
 
-__all__ = [
-    "OPEN_FILES",
-    "ReopenedFile",
-    "free_nbytes",
-    "make_directory",
-    "new_file",
-    "open_regular",
-    "sync_directory",
-    "sync_file",
-    "AnyPath",
-    "ByteFile",
-    "unreadable",
-    "buffer_of",
-    "bytes_view",
-    "tensor_of",
-]
-
 OPEN_FILES: Final = Threshold(
     "state.open_files",
     64,

@@ -14,8 +14,6 @@ import torch
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.system import sync_file
 
-__all__ = ["Appended", "SparseFile", "appearing", "check_new", "refuse_existing"]
-
 _HOLE: Final = 1 << 16
 
 

@@ -17,8 +17,6 @@ import attrs
 from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.limits import allowed_nbytes, is_short_integer
 
-__all__ = ["Global", "AdmittedNames", "InertObject", "is_key", "read_pickle", "Budget"]
-
 # Modules that had other names when Python 2 was spoken, as pickles of protocol 2 still say.
 _OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 

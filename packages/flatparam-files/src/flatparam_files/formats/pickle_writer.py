@@ -18,8 +18,6 @@ import torch
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.formats.pickle_reader import Global
 
-__all__ = ["PickledCall", "Persistent", "pickle_of"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -13,8 +13,6 @@ from typing import Final, final
 
 import attrs
 
-__all__ = ["Job", "choose_owners", "lower_bound", "newton_schulz_flops"]
-
 _TOLERANCE: Final = 105
 """The most that any place does, in percent of the lower bound, if matrices stay where they are for the most part."""
 _MANY: Final = 16

@@ -25,17 +25,6 @@ from flatparam_comm import (
 )
 from flatparam_runtime import holder_of
 
-__all__ = [
-    "Member",
-    "drop_flat_gradients",
-    "follow_gradients",
-    "originals_in",
-    "Settings",
-    "StateOf",
-    "WholeStep",
-    "Presence",
-]
-
 
 def originals_in(parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter, tuple[int, ...]]]:
     """Yield the originals that `parameter` stands for, each with its name in its unit (else `""`) and its full shape.

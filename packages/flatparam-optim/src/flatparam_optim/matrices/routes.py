@@ -18,8 +18,6 @@ from typing_extensions import Self
 from flatparam_comm import FlatLayout, Span, Threshold
 from flatparam_optim.matrices.matrix_owners import Job, choose_owners
 
-__all__ = ["BUCKET", "Matrix", "Routes"]
-
 BUCKET = Threshold(
     "runtime.matrix_bucket_numel",
     1 << 22,

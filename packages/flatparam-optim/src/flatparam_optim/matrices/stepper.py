@@ -14,8 +14,6 @@ from flatparam_optim.matrices.members import Member, Presence, Settings, StateOf
 from flatparam_optim.matrices.routes import Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
 
-__all__ = ["MatrixStepper"]
-
 
 @final
 @attrs.define(eq=False)

@@ -16,8 +16,6 @@ from flatparam_comm import COMPLETED, Pending, Span, Topology, streams_of
 from flatparam_optim.matrices.members import Member, StateOf, WholeStep
 from flatparam_optim.matrices.routes import Routes
 
-__all__ = ["Travel"]
-
 
 @final
 @attrs.define(eq=False)

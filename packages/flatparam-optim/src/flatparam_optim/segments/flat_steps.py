@@ -31,8 +31,6 @@ from flatparam_optim.segments.step_segment import (
 )
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS
 
-__all__ = ["prepare_step", "set_flat_steps", "step_in_segments", "tensors_stepped"]
-
 STEPS_EACH: Final = "_flatparam_steps_each"
 """Our mark on an optimizer that may not step segments."""
 

@@ -19,8 +19,6 @@ from typing_extensions import Self
 from flatparam_comm import FlatParamHandle, owner_of
 from flatparam_optim.segments.step_segment import DTYPES, STEP_NUMEL, State, SteppedTensor, is_like
 
-__all__ = ["JoinedSegment", "join_adjacent"]
-
 _ADDRESS: Final = Tensor.data_ptr
 _GRAD: Final = attrgetter("grad")
 

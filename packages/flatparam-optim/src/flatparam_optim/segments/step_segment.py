@@ -11,18 +11,6 @@ from torch import Tensor, nn
 
 from flatparam_comm import FlatParameter, Threshold, owner_of
 
-__all__ = [
-    "DTYPES",
-    "STEP_NUMEL",
-    "Segment",
-    "State",
-    "SteppedTensor",
-    "is_like",
-    "DividedSegment",
-    "can_be_divided",
-    "is_long",
-]
-
 State: TypeAlias = "MutableMapping[Tensor, dict[str, Any]]"
 """The state of an optimizer: for each parameter, its state tensors by name."""
 

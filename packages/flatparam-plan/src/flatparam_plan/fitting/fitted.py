@@ -7,12 +7,10 @@ from typing import Any, final
 
 import attrs
 
-from flatparam.observing.table import columns, shown_nbytes, shown_seconds
+from flatparam.observing.picture import columns, shown_nbytes, shown_seconds
 from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.report import Plan, UnitCosts
 from flatparam_plan.training import Setup
-
-__all__ = ["Fitted", "seconds_of", "choices_of", "way_of"]
 
 
 @final

@@ -14,8 +14,6 @@ from flatparam_plan.hardware.profile import Profile
 from flatparam_plan.rehearsal import Rehearsal
 from flatparam_plan.timeline import seconds_of_calls
 
-__all__ = ["Keeping", "Replay"]
-
 _ALWAYS: Final = -1
 """The number of no unit: what happens whatever is kept."""
 _NOTHING: Final = 1e-9

@@ -12,8 +12,6 @@ import attrs
 from flatparam_plan.hollow.kernels import Work
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["Profile", "Way", "AnyProfile", "device_of", "profile_named", "transport_here"]
-
 _POSITIVE: Final = attrs.validators.gt(0.0)
 _FRACTION: Final = (attrs.validators.gt(0.0), attrs.validators.le(1.0))
 

@@ -24,8 +24,6 @@ from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.repeated.repeats import with_few_blocks
 from flatparam_plan.training import Setup, Trained, TrainingProgram, train, train_step
 
-__all__ = ["timed_here", "ROUGH", "Sample"]
-
 _SECONDS: Final = 8.0
 """How long steps are timed, together."""
 _WARM: Final = 3

@@ -27,8 +27,6 @@ from flatparam_plan.plan_error import PlanError
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Trained
 
-__all__ = ["Stretches", "Timings", "Clock", "ClockedCollectives", "Lap"]
-
 _MARKS: Final = ("stage", "issued", "waited")
 
 

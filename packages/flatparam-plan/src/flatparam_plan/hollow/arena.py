@@ -14,8 +14,6 @@ import torch
 
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["Arena", "Block", "Log"]
-
 _ADDRESSES: Final = 2**43
 """The address space that is reserved, as far as the system allows."""
 _ALIGNMENT: Final = 64

@@ -36,8 +36,6 @@ from flatparam_plan.hollow.unwatched import (
 )
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["HollowMemory"]
-
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can give a storage addresses of ours; if not, torch allocates them, and they stay untouched."""
 SMALL_NBYTES: Final = 2**16

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Kernel", "Work", "operands_of", "by_rule", "returns_as_shaped"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -13,8 +13,6 @@ from flatparam_plan.hollow.kernels import operands_of
 from flatparam_plan.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["ATEN", "Trait", "appearance", "on_meta", "room_of", "value_of"]
-
 ATEN: Final = torch.ops.aten
 _KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor)
 _READS: Final = (ATEN._local_scalar_dense.default, ATEN.equal.default, ATEN.is_nonzero.default)

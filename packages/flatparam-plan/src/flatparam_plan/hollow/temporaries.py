@@ -11,8 +11,6 @@ from torch import Tensor
 from flatparam_plan.allocations import allocations
 from flatparam_plan.hollow.kernels import Kernel, by_rule, operands_of, returns_as_shaped
 
-__all__ = ["AFFORDABLE_NBYTES", "Temporaries", "Trial", "tried", "zeros_as"]
-
 _ATEN: Final = torch.ops.aten
 AFFORDABLE_NBYTES: Final = 2**23
 """A kernel is run once, to see what it takes, if its arguments and results have at most so many bytes."""

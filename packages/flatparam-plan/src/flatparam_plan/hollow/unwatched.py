@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["MATTERS", "Composing", "looks_at_values", "adds_in_place", "owners_if_alone"]
-
 _ATEN: Final = torch.ops.aten
 _ENGINE: Final = "_engine_run_backward"
 _ZEROS: Final = frozenset((_ATEN.new_zeros.default, _ATEN.zeros.default, _ATEN.zeros_like.default))

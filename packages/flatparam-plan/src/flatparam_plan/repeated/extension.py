@@ -17,8 +17,6 @@ from flatparam_plan.repeated.repeats import SHORT, Shortened, Template, runs_of,
 from flatparam_plan.repeated.tape import Growth, Insertion, Tape, Written, compared
 from flatparam_plan.training import Setup, TrainingProgram
 
-__all__ = ["rehearse_repeated", "Peaks", "peaks"]
-
 
 def rehearse_repeated(
     program: TrainingProgram, template: Template, setup: Setup, *, steps: int = 2

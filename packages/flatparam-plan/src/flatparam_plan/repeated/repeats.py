@@ -14,8 +14,6 @@ from flatparam_core import clean_fqn
 from flatparam_plan.named_units import NamedUnits
 from flatparam_plan.training import Setup, TrainingProgram
 
-__all__ = ["SHORT", "Place", "Run", "Shortened", "Template", "runs_of", "shortened", "with_few_blocks"]
-
 SHORT: Final = 6
 """The blocks of a run that are rehearsed: what happens near its ends does not happen in its middle."""
 _MORE: Final = 2

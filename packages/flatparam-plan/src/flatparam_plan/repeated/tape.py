@@ -15,8 +15,6 @@ from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.repeated.repeats import Shortened
 from flatparam_plan.training import Call
 
-__all__ = ["Growth", "Insertion", "Tape", "compared", "Written"]
-
 _WINDOW: Final = 48
 """If so many tokens agree behind an insertion, it is the right one."""
 _LISTS: Final = ("_foreach_", "stack", "cat", "linalg_vector_norm")

@@ -2,9 +2,8 @@
 
 from flatparam_plan.plan_error import PlanError
 from flatparam_plan.training.lone_rank import Call
-from flatparam_plan.training.program import Inputs, TrainingProgram
+from flatparam_plan.training.program import Inputs, Trained, TrainingProgram, Watcher, train, train_step
 from flatparam_plan.training.setup import STRATEGIES, Setup
-from flatparam_plan.training.training_run import Trained, Watcher, train, train_step
 
 __all__ = [
     "STRATEGIES",

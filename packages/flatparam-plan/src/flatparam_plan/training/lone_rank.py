@@ -12,8 +12,6 @@ from torch import Tensor
 from flatparam_comm import Collectives, Parts, Pending, ReduceOp, SingleCollectives, Topology
 from flatparam_plan.plan_error import PlanError
 
-__all__ = ["TRANSPORTS", "Call", "LoneRank", "lone_topology"]
-
 TRANSPORTS: Final = ("direct", "gloo", "shared_memory")
 """How bytes travel, as far as a rank's memory shows it.
 

@@ -15,8 +15,6 @@ from flatparam_runtime.agreement.divergence import check_deeds, check_training
 from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
 from flatparam_runtime.unit.unit import Unit, device_of
 
-__all__ = ["Comparison", "compare_gradients", "compare_inference", "groups_of"]
-
 
 def groups_of(units: Iterable[Unit]) -> Iterator[tuple[Collectives, list[Unit]]]:
     """Yield every group of more than one rank that `units` shard or replicate over, with the units that use it."""

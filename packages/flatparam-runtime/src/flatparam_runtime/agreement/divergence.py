@@ -8,20 +8,8 @@ from typing import Final, final
 import attrs
 
 from flatparam_comm import FlatParamError, Topology, told_by_ranks
-from flatparam_runtime.agreement.deed import Deed
-from flatparam_runtime.agreement.fingerprint import Fingerprint
+from flatparam_runtime.agreement.fingerprint import Deed, Fingerprint
 from flatparam_runtime.unit.unit import Unit
-
-__all__ = [
-    "STEP",
-    "DivergenceError",
-    "agree_on_deed",
-    "check_deeds",
-    "check_same_between_passes",
-    "check_training",
-    "note_between_passes",
-]
-
 
 STEP: Final = "step of "
 """How the description of an optimizer's step begins."""

@@ -13,9 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, FlatParamHandle, owner_of, said_by_ranks
-from flatparam_runtime.agreement.deed import Acting
-
-__all__ = ["NONFINITE", "Nonfinite", "NonfiniteError", "NonfiniteGuard", "check_nonfinite", "nonfinite_names"]
+from flatparam_runtime.agreement.fingerprint import Acting
 
 Nonfinite: TypeAlias = Literal["raise", "skip", "ignore"]
 """The consequence of a gradient that is not finite: an error, a step that is left out, or nothing."""

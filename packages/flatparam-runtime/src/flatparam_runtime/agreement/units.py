@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, final
 
 import attrs
+from torch import nn
 
-from flatparam_comm import Topology, told_by_ranks, told_ranks
+from flatparam_comm import FlatParameter, Topology, clean_fqn, owner_of, told_by_ranks, told_ranks
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
-
-__all__ = ["agree_on_units"]
 
 
 @final
@@ -162,3 +161,33 @@ def _at(facts: Sequence[_Fact], place: int) -> _Fact | None:
 
 def _told(fact: _Fact | None) -> str:
     return "no more parameters" if fact is None else f"{fact.about}: {fact.value}"
+
+
+def names_left_whole(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters below `module` that no unit holds."""
+    return frozenset(name for name, _ in _left_whole(module))
+
+
+def warn_of_newcomers(units: Iterable[Unit]) -> None:
+    """Warn, once, of trained parameters that no unit holds and that were not there when the module was sharded."""
+    for unit in units:
+        before = unit.held.left_whole
+        # A copy does not know.
+        if before is None:
+            continue
+        names = [name for name, p in _left_whole(unit.module) if p.requires_grad and name not in before]
+        if names:
+            several = f" .. {names[-1]!r} ({len(names)} parameters)" if len(names) > 1 else ""
+            warnings.warn(
+                f"unit {unit.name!r}: no unit holds {names[0]!r}{several}, which came into the module after it "
+                "was sharded: gradients are not averaged over the ranks there, so each rank trains different values; "
+                "replace or add modules before the model is sharded, or shard the new module, too",
+                stacklevel=2,
+            )
+            return
+
+
+def _left_whole(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters():
+        if owner_of(parameter) is None and not isinstance(parameter, FlatParameter):
+            yield clean_fqn(name), parameter

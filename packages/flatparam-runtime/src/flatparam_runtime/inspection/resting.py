@@ -12,8 +12,6 @@ from flatparam_comm import FlatParamError, FlatParamHandle, gather_shards, telli
 from flatparam_runtime.passes import tree_of
 from flatparam_runtime.unit import Phase, Unit
 
-__all__ = ["InAPassError", "full_views", "gather_full", "inspecting", "refuse_in_a_pass", "shown"]
-
 
 def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
     """Gather a tensor with the shape of the handle's shard (weights, or an optimizer's moment of them) from every rank.

@@ -16,8 +16,6 @@ from flatparam_runtime.inspection.resting import full_views, gather_full, inspec
 from flatparam_runtime.inspection.summoned import Wishes
 from flatparam_runtime.unit import Phase, Unit, unit_of, units_in
 
-__all__ = ["summon_full_params"]
-
 
 @contextlib.contextmanager
 def summon_full_params(

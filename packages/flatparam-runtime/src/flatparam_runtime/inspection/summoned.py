@@ -8,8 +8,6 @@ import attrs
 
 from flatparam_comm import FlatParamError
 
-__all__ = ["Summoned", "Wishes"]
-
 
 @final
 @attrs.frozen

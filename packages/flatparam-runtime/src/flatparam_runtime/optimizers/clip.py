@@ -16,8 +16,6 @@ from flatparam_runtime.agreement.divergence import note_between_passes
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
 from flatparam_runtime.unit import Unit, units_in
 
-__all__ = ["clip_grad_norm_", "clip_gradients_"]
-
 #: The gradients of a rank, and the ranks, that the error of a norm names.
 _TOLD: Final = 3
 

@@ -9,8 +9,6 @@ from typing import Final
 from flatparam_comm import FlatParamError, FlatParamHandle
 from flatparam_runtime.optimizers.torch_optimizers import HOOKS, IN_BACKWARD
 
-__all__ = ["acts_in_backward", "check_in_backward_optimizers", "step_in_backward"]
-
 _HOOKS_OF: Final = operator.attrgetter(HOOKS)
 
 

@@ -15,8 +15,6 @@ from flatparam_runtime.autograd import in_backward
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP
 from flatparam_runtime.unit import holder_of_parameter
 
-__all__ = ["step_instead"]
-
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 #: The attribute that a gradient scaler sets while it steps an optimizer that looks at it.
 _OF_SCALER: Final = "found_inf"

@@ -16,8 +16,6 @@ from torch import nn
 from flatparam_comm import FlatParamError, FlatParameter, owner_of
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 
-__all__ = ["OptimizerKind", "allow_shards", "check_sees_no_shards", "kind_of_optimizer"]
-
 _PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam")
 """Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
 _TREATS_EACH_ALONE: Final = (

@@ -16,16 +16,6 @@ from typing import Any, Final
 
 from torch import optim
 
-__all__ = [
-    "HOOKS",
-    "INIT_GROUP",
-    "IN_BACKWARD",
-    "KEEPS_OWN_PART",
-    "MAY_SEE_SHARDS",
-    "STEPS",
-    "steps_of",
-]
-
 INIT_GROUP: Final = "_init_group"
 """The method of an optimizer that collects the tensors of a group."""
 IN_BACKWARD: Final = "_in_backward_optimizers"

@@ -26,12 +26,9 @@ from flatparam_runtime.autograd import (
     will_run,
 )
 from flatparam_runtime.passes.freeing import Juncture, free
-from flatparam_runtime.passes.order import ForwardPass
-from flatparam_runtime.passes.record import LeafKey, Stage, UnitBackward
+from flatparam_runtime.passes.record import ForwardPass, LeafKey, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, leaf_watches, note_waiting
-
-__all__ = ["BackwardPass", "notice_failed_passes"]
 
 MOMENT: Final = 1.0
 """In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""

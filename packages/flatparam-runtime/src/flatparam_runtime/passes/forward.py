@@ -31,7 +31,7 @@ from flatparam_runtime.autograd import (
 from flatparam_runtime.optimizers import check_in_backward_optimizers
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.lending import lend_what_is_read, take_back_unused
-from flatparam_runtime.passes.order import ForwardPass, next_forward
+from flatparam_runtime.passes.record import ForwardPass, next_forward
 from flatparam_runtime.passes.tensors import map_tensors, tensors_in
 from flatparam_runtime.passes.tree import UnitTree, tree_and_backward, tree_of
 from flatparam_runtime.unit import (
@@ -44,8 +44,6 @@ from flatparam_runtime.unit import (
     leaf_watches,
     running_calls,
 )
-
-__all__ = ["after_forward", "before_forward", "call_between", "call_unit", "cast_output"]
 
 PREFETCH_NBYTES: Final = Threshold(
     "runtime.prefetch_nbytes",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import enum
 
 from flatparam_comm import Residency
-from flatparam_runtime.passes.order import ForwardPass
+from flatparam_runtime.passes.record import ForwardPass
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
-
-__all__ = ["Juncture", "free", "may_free"]
 
 
 class Juncture(enum.Enum):

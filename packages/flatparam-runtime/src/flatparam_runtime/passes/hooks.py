@@ -41,8 +41,6 @@ from flatparam_runtime.autograd import CALL, in_backward, stays_last, untraced
 from flatparam_runtime.passes.forward import after_forward, before_forward, call_between, cast_output
 from flatparam_runtime.unit import InnerCall, InnerCalls, Phase, Unit, unit_of
 
-__all__ = ["attach", "register_forward_method"]
-
 
 def attach(unit: Unit, below: Iterable[nn.Module]) -> InnerCalls:
     """Have `unit` follow the forward and backward passes of its module, and of the modules `below` in no other unit.

@@ -16,8 +16,6 @@ from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.tree import UnitTree, tree_of
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
 
-__all__ = ["lend_what_is_read", "take_back_unused"]
-
 
 def lend_what_is_read(tree: UnitTree, watch: Callable[[UnitTree, Unit], None]) -> None:
     """Have the units of `tree` lend a parameter that another unit's forward call reads (`self.head.weight`).

@@ -24,8 +24,6 @@ from flatparam_runtime.autograd import in_range
 from flatparam_runtime.optimizers import acts_in_backward, step_in_backward
 from flatparam_runtime.unit import Phase, Unit, device_of
 
-__all__ = ["Reductions"]
-
 MAX_REDUCTIONS_IN_FLIGHT: Final = Threshold(
     "runtime.reductions_in_flight",
     1,

@@ -12,9 +12,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-__all__ = ["map_tensors", "tensors_in"]
-
-
 _WITHOUT_TENSORS: Final = (str, bytes, int, float, complex, type)
 _IN_ORDER: Final = (tuple, list, set, frozenset, collections.deque)
 

@@ -1,11 +1,10 @@
 """A unit: a module, the parameters that it shards together, and their state."""
 
 from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
-from flatparam_runtime.unit.calls import ForwardCall, calls_module, running_calls
-from flatparam_runtime.unit.events import Event, EventKind, EventLog, Instrument
+from flatparam_runtime.unit.calls import ForwardCall, InnerCall, calls_module, running_calls
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.inner_call import InnerCall
 from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, leaf_watches, next_number
+from flatparam_runtime.unit.observers import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.unit.registry import (

@@ -14,8 +14,6 @@ from typing_extensions import Self
 from flatparam_comm import Topology, broadcast_tensors, clean_fqn
 from flatparam_runtime.unit.plan import BufferDtype
 
-__all__ = ["UnitBuffers", "broadcast_buffers"]
-
 
 @final
 @attrs.frozen(eq=False)

@@ -1,19 +1,20 @@
-"""The forward calls of a unit's module, or of a module inside it."""
+"""The forward calls of a unit's module, and calls of what is inside it that come from outside of its forward."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import attrs
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-__all__ = ["ForwardCall", "calls_module", "running_calls"]
+from flatparam_runtime.autograd import CALL
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -82,3 +83,95 @@ def running_calls(module: nn.Module, thread: int | None = None) -> int:
             count += 1
         frame = frame.f_back
     return count
+
+
+U = TypeVar("U")
+
+
+def _of_method(name: str) -> property:
+    return property(lambda call: getattr(call.__wrapped__, name))
+
+
+@final
+class InnerCall(Generic[U]):
+    """A stand-in for a method, as an attribute of the module: while it runs, the unit has its full parameters."""
+
+    __slots__ = ("covered", "name", "own", "reference", "run", "unit")
+
+    def __init__(self, unit: U, module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        """A stand-in that `put` puts in its place.
+
+        Args:
+            unit: the unit that `module` is, or is inside of.
+            name: the name of the method, or `CALL`.
+            run: called with this object and the method's positional and keyword arguments.
+        """
+        self.unit = unit
+        self.reference = weakref.ref(module)
+        self.name = name
+        self.run = run
+        # The user's replacement for the class's method.
+        self.own: Callable[..., Any] | None = None
+        # The user's replacement for this object, which most likely calls it.
+        self.covered: Callable[..., Any] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        state = (self.unit, self.module, self.name, self.run, self.own, self.covered)
+        return _new, (), state
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.unit, module, self.name, self.run, self.own, self.covered = state
+        self.reference = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self.run(self, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is called, and so alive."""
+        module = self.reference()
+        assert module is not None, "its own attribute is called"
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method itself, whose signature this object has too."""
+        if self.own is not None:
+            return self.own
+        name = "_call_impl" if self.name == CALL else self.name
+        method: Callable[..., Any] = getattr(type(self.module), name).__get__(self.module)
+        return method
+
+    # What programs ask a method for that make a new one of its function. A `__getattr__` would make all else here slow.
+    __closure__, __code__, __defaults__ = map(_of_method, ("__closure__", "__code__", "__defaults__"))
+    __func__, __globals__, __kwdefaults__ = map(_of_method, ("__func__", "__globals__", "__kwdefaults__"))
+    __name__, __self__ = map(_of_method, ("__name__", "__self__"))
+
+    def put(self) -> None:
+        """Replace the method; a function that the user has put over this object stays, and may call this object."""
+        module = self.reference()
+        if module is None:
+            return
+        there = module.__dict__.get(self.name)
+        if there is not self and (there is None or there is not self.covered):
+            self.own, self.covered = there, None
+            module.__dict__[self.name] = self
+
+    def lift(self) -> None:
+        """Restore the method, unless the user has put a function over this object."""
+        module = self.reference()
+        if module is None:
+            return
+        there = module.__dict__.get(self.name)
+        if there is not self:
+            # What `compile()` has put there does not call this object.
+            self.covered = None if self.name == CALL else there
+        elif self.own is not None:
+            module.__dict__[self.name] = self.own
+        else:
+            del module.__dict__[self.name]
+
+
+def _new() -> InnerCall[Any]:
+    return InnerCall.__new__(InnerCall)

@@ -14,8 +14,6 @@ from typing_extensions import Self
 
 from flatparam_comm import Threshold
 
-__all__ = ["InitialWeights"]
-
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CODES: Final = {1: "B", 2: "h", 4: "i", 8: "q", 16: "q"}
 """The type codes of Python's arrays for the same sizes."""

@@ -24,11 +24,8 @@ from flatparam_comm import (
 )
 from flatparam_runtime.autograd import CALL, accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
-from flatparam_runtime.unit.calls import ForwardCall
+from flatparam_runtime.unit.calls import ForwardCall, InnerCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.inner_call import InnerCall
-
-__all__ = ["InnerCalls", "LeafWatch", "UnitModule", "leaf_watches", "next_number"]
 
 _GRAD: Final = operator.attrgetter("grad")
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from flatparam_comm import Transitions
 
-__all__ = ["PHASES", "Phase"]
-
 
 class Phase(enum.Enum):
     """The phase of a unit; the residency of its handles tells what is in memory."""

@@ -12,8 +12,6 @@ import torch
 from flatparam_comm import Precision, Topology
 from flatparam_runtime.agreement.nonfinite import Nonfinite, check_nonfinite
 
-__all__ = ["BackwardOrder", "BufferDtype", "Casting", "PrefetchPlan", "UnitPlan"]
-
 BufferDtype: TypeAlias = "torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None"
 """The dtype of floating-point buffers while training: one for all, or a function of name and buffer."""
 

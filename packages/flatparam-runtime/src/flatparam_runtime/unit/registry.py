@@ -11,16 +11,6 @@ from torch import Tensor, nn
 from flatparam_comm import FlatParameter, FlatParamHandle, each_module, handle_of, owner_of
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = [
-    "holder_of",
-    "holder_of_parameter",
-    "inside",
-    "register_unit",
-    "revive_units",
-    "unit_of",
-    "units_in",
-]
-
 _UNIT = "_flatparam_unit"
 """The attribute of a module that holds its unit, so that both have the same lifetime."""
 

@@ -31,8 +31,6 @@ from flatparam_runtime.unit.observers import Observers
 from flatparam_runtime.unit.phases import PHASES, Phase
 from flatparam_runtime.unit.plan import UnitPlan
 
-__all__ = ["Links", "Unit", "device_of"]
-
 _CPU: Final = torch.device("cpu")
 _IS_TRAINED: Final = operator.attrgetter("exposure.is_trainable")
 _TRAINED: Final = operator.attrgetter("trained")

@@ -13,8 +13,6 @@ from flatparam_comm import FlatParameter, FlatParamHandle, handle_of, owner_of
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
-__all__ = ["WAITING", "drop_waiting", "drop_waiting_of", "note_waiting"]
-
 _TOLD: Final = 3
 WAITING: Final[WeakSet[Unit]] = weakref.WeakSet()
 """Units whose backward pass has not completed the reduction, and some that have been reduced since."""

@@ -1,5 +1,1 @@
 """The forms in which the tensors of a state are spread over ranks: full, in chunks, or as their owners hold them."""
-
-from flatparam_state.forms.deferred import LazyTensor, LazyValue
-
-__all__ = ["LazyTensor", "LazyValue"]

@@ -15,8 +15,6 @@ from flatparam_state.places import Place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["OWN_CHUNKER", "Chunker", "OwnChunker", "is_chunked_over", "is_dtensor", "local_shape", "mesh_of"]
-
 
 class Chunker(Protocol):
     """Between full tensors and torch's sharded ones; FSDP1's extension point has the same four."""

@@ -1,12 +1,14 @@
-"""Values of a state that are not tensors here yet: in a file, on the first rank, or behind `__torch_function__`."""
+"""Values that are not here yet: in a file, on the first rank, behind `__torch_function__`, or given to shards later."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, final
 
 import attrs
 import torch
+from torch import Tensor, nn
 
 from flatparam_runtime import (
     ParamSpec,
@@ -14,18 +16,6 @@ from flatparam_runtime import (
     Topology,
     broadcast_tensors,
 )
-
-__all__ = [
-    "LazyTensor",
-    "LazyValue",
-    "Streamed",
-    "as_tensor",
-    "from_first",
-    "is_ordinary",
-    "is_tensor_like",
-    "shape_of",
-    "not_ordinary",
-]
 
 
 class LazyValue(abc.ABC):
@@ -115,3 +105,37 @@ def from_first(topology: Topology, value: Any, *, label: str) -> Any:
     for group in reversed(topology.groups):
         value = group.exchange(value if group.rank == 0 else None, label=label)[0]
     return value
+
+
+@final
+@attrs.frozen(eq=False)
+class ValuesLater:
+    """A `param_init_fn` for tensors whose values come later: of parameters, once they are sharded.
+
+    No memory is made for full parameters; buffers stay on the meta device.
+    """
+
+    _known: frozenset[int]
+    """The identities of these parameters and buffers."""
+    _kept: Sequence[Tensor]
+    """The tensors themselves, so that the identities stay theirs."""
+    function: Callable[[nn.Module], None] | None = None
+    """Gives values to modules that have others on the meta device; by default their `reset_parameters()` does."""
+
+    def __call__(self, module: nn.Module) -> None:
+        """Refuse: whoever knows this class asks for `function`.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("ValuesLater gives no values by itself")
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._known
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], function: Callable[[nn.Module], None] | None = None
+    ) -> ValuesLater:
+        """Leave out these tensors."""
+        return cls(frozenset(map(id, tensors)), tensors, function)

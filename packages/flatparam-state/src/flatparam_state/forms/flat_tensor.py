@@ -12,8 +12,6 @@ from typing_extensions import Self
 
 from flatparam_runtime import FlatLayout, FlatParamError, FlatParamHandle, Span, memory_view
 
-__all__ = ["FlatTensor"]
-
 _ALIGNMENT_NBYTES: Final = 16
 """With `use_orig_params=True` each parameter begins at a multiple of this in files, whatever it is in memory."""
 

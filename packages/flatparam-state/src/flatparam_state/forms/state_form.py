@@ -1,4 +1,4 @@
-"""The forms that state dicts have: full, sharded, or local tensors."""
+"""The forms that state dicts have: full, sharded, or local tensors; and a rank's part of a tensor in any of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,37 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
+from typing_extensions import Self
 
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, mesh_of
-from flatparam_state.forms.tiling import cut
-from flatparam_state.forms.wanted import Wanted
+from flatparam_runtime import (
+    Collectives,
+    ParamSpec,
+    Span,
+    Topology,
+    memory_view,
+)
+from flatparam_state.forms.chunker import (
+    OWN_CHUNKER,
+    Chunker,
+    is_chunked_over,
+    is_dtensor,
+    local_shape,
+    mesh_of,
+)
+from flatparam_state.forms.deferred import (
+    LazyTensor,
+    Streamed,
+    as_tensor,
+    is_tensor_like,
+    not_ordinary,
+    shape_of,
+)
+from flatparam_state.forms.flat_tensor import FlatTensor
+from flatparam_state.forms.tiling import Tiling, cut, gathered, holders_of, is_sharded_tensor
 from flatparam_state.places import Place, gather
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["FormKind", "StateForm"]
 
 
 class FormKind(enum.Enum):
@@ -128,3 +149,139 @@ class StateForm:
         ]
         group = place.unit.topology.shard
         return tiling.sharded_tensor(parts, elements.dtype, group, empty_parts=empty_parts)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _copy(target: torch.Tensor, elements: torch.Tensor) -> None:
+    target.copy_(elements)
+
+
+def _not_ordinary(value: Any) -> str | None:
+    """Return what `not_ordinary` says; of what ranks hold pieces of nothing, since torch does not answer for it."""
+    return None if is_sharded_tensor(value) or is_dtensor(value) else not_ordinary(value)
+
+
+@final
+@attrs.frozen(eq=False)
+class Wanted:
+    """A tensor of which each rank of a group wants an interval of the elements, in memory order."""
+
+    spec: ParamSpec
+    span_of: Callable[[int], Span]
+    ranks: range
+    """The ranks that may want a part that is not empty."""
+    topology: Topology
+    rank: int
+    device: torch.device
+    """The device on which collectives work."""
+    is_presented: bool = False
+    """Whether modules see a `DTensor` of which the tensor is this rank's part."""
+    flattened: Callable[[Any], Any] = _as_it_is
+    """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
+    lay: Callable[[torch.Tensor, torch.Tensor], None] = _copy
+    """Copies this rank's elements, the second argument, to its memory, the first."""
+
+    @classmethod
+    def of_parameter(cls, place: Place, index: int) -> Self:
+        """Parameter `index` of a flat parameter."""
+        handle = place.handle
+        layout = handle.layout
+        return cls(
+            layout.slots[index].spec,
+            lambda rank: layout.fragment(index, rank).in_param,
+            layout.ranks_of(index),
+            place.unit.topology,
+            handle.rank,
+            handle.device,
+            handle.has_presenter(index),
+            lambda value: handle.flattened(index, value),
+        )
+
+    @classmethod
+    def of_flat_parameter(cls, place: Place) -> Self:
+        """Return the flat parameter itself, as a local state has it; see `FlatTensor`."""
+        handle = place.handle
+        flat = FlatTensor.of(handle)
+        return cls(
+            ParamSpec("flat parameter", (flat.numel,), handle.layout.dtype, requires_grad=False),
+            flat.held_span,
+            range(handle.layout.world_size),
+            place.unit.topology,
+            handle.rank,
+            handle.device,
+            lay=flat.lay,
+        )
+
+    @property
+    def span(self) -> Span:
+        """The elements that this rank wants."""
+        return self.span_of(self.rank)
+
+    @property
+    def tiling(self) -> Tiling:
+        """The elements that every rank wants, as boxes."""
+        return Tiling.of_spans(self.spec, self.span_of, self.ranks)
+
+    @property
+    def _group(self) -> Collectives:
+        return self.topology.shard
+
+    def misfit(self, value: Any) -> str | None:
+        """The kind or shape of `value` if it is not this tensor in one of its forms, with elements that can be copied.
+
+        Its type and shape are the same on every rank.
+        """
+        if isinstance(value, (Streamed, LazyTensor)):
+            if value.shape != self.spec.shape:
+                return f"shape {value.shape}"
+            return _not_ordinary(value.tensor) if isinstance(value, Streamed) else None
+        value = self.flattened(value)
+        if not is_tensor_like(value):
+            return type(value).__name__
+        shape = shape_of(value)
+        if is_dtensor(value) and self.is_presented:
+            shape = local_shape(value)
+        return _not_ordinary(value) if shape == self.spec.shape else f"shape {shape}"
+
+    def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
+        """This rank's elements of `value`, 1-D, possibly a view; every rank of the group calls it, in the same order.
+
+        Nothing is moved between ranks for a full tensor, nor for a `ShardedTensor` that is cut like the model is.
+        Chunks of dimension 0 need the memory of the full tensor for a moment; what is cut otherwise, that of two.
+        """
+        if isinstance(value, LazyTensor):
+            return value.part(self.spec, self.span)
+        value = self.flattened(value)
+        span = self.span.as_slice()
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value):
+            value = as_tensor(value)
+        if isinstance(value, Streamed):
+            value = value.arrive()
+        elif is_dtensor(value):
+            if chunker is OWN_CHUNKER and not self.is_presented and is_chunked_over(value, self._group):
+                held = Tiling.of_chunks(value.shape, self._group.size)
+                local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
+                value = gathered(held, local, value.dtype, self._group, self.device)
+            else:
+                value = chunker.whole(value, self.device, is_presented=self.is_presented)
+        elif is_sharded_tensor(value):
+            group, ranks = holders_of(value, self.topology)
+            held = Tiling.of_shards_on(value, ranks)
+            if group is self._group and held.agrees_with(self.tiling):
+                return self._own(value, chunker)
+            shards = chunker.local_shards(value)
+            value = gathered(held, shards, value.dtype, group, self.device)
+        return memory_view(value, self.spec)[span]
+
+    def _own(self, value: Any, chunker: Chunker) -> torch.Tensor:
+        boxes = self.tiling.of_rank(self.rank)
+        shards = chunker.local_shards(value)
+        device = next((shard.device for shard in shards.values()), self.device)
+        part = torch.empty(self.span.numel, dtype=value.dtype, device=device)
+        for box, view in zip(boxes, cut(self.spec, boxes, part), strict=True):
+            if box.numel:
+                view.copy_(shards[box.offsets])
+        return part

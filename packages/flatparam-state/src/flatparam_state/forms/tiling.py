@@ -11,8 +11,6 @@ from typing_extensions import Self
 
 from flatparam_runtime import Box, Collectives, FlatParamError, ParamSpec, Span, Topology, process_group_of
 
-__all__ = ["Tiling", "boxes_of", "cut", "gathered", "holders_of", "is_sharded_tensor"]
-
 
 def boxes_of(spec: ParamSpec, span: Span) -> tuple[Box, ...]:
     """Return the boxes that tile the elements `span` of a parameter, counted in its memory order, in that order.

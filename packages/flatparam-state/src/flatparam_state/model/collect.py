@@ -23,11 +23,8 @@ from flatparam_runtime import (
     units_in,
 )
 from flatparam_state.forms.flat_tensor import FlatTensor
-from flatparam_state.forms.state_form import FormKind, StateForm
-from flatparam_state.forms.wanted import Wanted
+from flatparam_state.forms.state_form import FormKind, StateForm, Wanted
 from flatparam_state.places import Place, gather, places_in, places_of, shard_of
-
-__all__ = ["IN_FLAT", "StandIns", "clean_keys", "local_name", "model_state_dict", "state_shown", "own_part"]
 
 IN_FLAT: Final = "flatparam"
 """In the metadata of a module in a local state: for each of its flat parameters, the names of those in it, in order."""

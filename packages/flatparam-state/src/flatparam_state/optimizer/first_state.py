@@ -13,9 +13,6 @@ from torch import nn
 
 from flatparam_state.optimizer.held import Held, Holding, innermost
 
-__all__ = ["FirstState", "first_states", "keeps_otherwise", "names_like_parameter", "names_of_first_state"]
-
-
 #: The method of an optimizer that says what the state of one parameter is before its first step: `(parameter,
 #: settings of its group) -> state`, or `None` for what any optimizer would be asked.
 _FIRST_STATE_OF: Final = "first_state_of"

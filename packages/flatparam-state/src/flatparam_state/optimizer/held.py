@@ -17,21 +17,6 @@ from flatparam_runtime import FlatParamError, clean_fqn, part_states_of
 from flatparam_state.optimizer.entry import State, is_equal
 from flatparam_state.places import Place, places_in
 
-__all__ = [
-    "HOLDERS",
-    "Held",
-    "Holding",
-    "held_parameters",
-    "holding_parts",
-    "innermost",
-    "numbered",
-    "of_parts",
-    "complete_groups",
-    "with_names",
-    "settings_of",
-    "with_settings",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from flatparam_runtime import FlatParamError, Topology
 from flatparam_state.optimizer.held import Held
 from flatparam_state.places import Place
 
-__all__ = ["Hole", "Inventory", "agree_on_holdings", "with_states", "first_hole", "group_numbers"]
-
 _LABEL: Final = "what optimizers hold"
 _OTHER, _SHAPED = 1, 2
 """Of one state of one parameter: one that is not shaped like the parameter, or one that is; zero if there is none."""

@@ -9,8 +9,6 @@ from typing import Any, Final, final
 
 import attrs
 
-__all__ = ["INSTALLED", "LOCK", "Patch", "apply", "restore", "torchs_own"]
-
 _ABSENT: Final = object()
 """Stands for the value of an attribute that is not there."""
 LOCK: Final = threading.RLock()

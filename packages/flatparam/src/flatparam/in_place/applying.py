@@ -1,61 +1,126 @@
-"""`fully_shard`: make a module a unit, and give it FSDP2's methods."""
+"""`fully_shard`: make a module a unit, as FSDP2's arguments and policies say, and give it FSDP2's methods."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
+import torch
 from torch import nn
+from typing_extensions import TypedDict, Unpack
 
-from flatparam.in_place.arguments import resolve_in_place
-from flatparam.in_place.module import FSDPModule, class_for
-from flatparam.in_place.policies import MixedPrecisionPolicy, OffloadPolicy, PolicyOfTorch
+from flatparam.api import MixedPrecision, ShardingStrategy
+from flatparam.in_place.module import FSDPModule, class_for, freeing
+from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving import DeviceMesh, Ranks, Resolved
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks
+from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
+from flatparam.resolving.settings import Resolved
+from flatparam.sharding.make_unit import shard_resolved
 from flatparam.sharding.placement import own_modules
-from flatparam.sharding.units import shard_resolved
 from flatparam.wrapper.interior import wrappers_in
-from flatparam_core import FlatParamError
-from flatparam_runtime import Nonfinite, holder_of_parameter, unit_of
+from flatparam_comm import resolve_topology
+from flatparam_core import FlatParamError, Precision
+from flatparam_runtime import Casting, Nonfinite, UnitPlan, holder_of_parameter, unit_of
 
-__all__ = ["fully_shard"]
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a module that `fully_shard` shards computes, reduces and returns; `None` keeps each as it is.
+
+    Attributes:
+        param_dtype: the dtype of full parameters, and so of computation. Optimizers step the parameters in their own
+            dtype.
+        reduce_dtype: the dtype in which gradients are reduced, and in which those of passes that do not reduce are
+            added up; `None` is the dtype of computation.
+        output_dtype: the dtype that floating-point outputs of the module's forward are cast to.
+        cast_forward_inputs: whether floating-point inputs of the module's forward are cast to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """The policy to offload nothing."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """The policy to keep shards, their gradients, and so the optimizer's states, in CPU memory.
+
+    Attributes:
+        pin_memory: whether that memory is pinned; beside an accelerator it always is, so `False` is refused there.
+    """
+
+    pin_memory: bool = True
+
+
+class PolicyOfTorch(Protocol):
+    """A policy for torch's own `fully_shard`: a dataclass with the name of one of these."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+def as_policy(kind: type[P], value: Any, argument: str) -> P:
+    """`value` as an instance of `kind`, or of a subclass of it; torch's dataclass of the same name is translated.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for an object of torch's that asks for something which the class of ours does not know.
+    """
+    if isinstance(value, kind):
+        return value
+    for candidate in (kind, *kind.__subclasses__()):
+        if type(value).__name__ == candidate.__name__ and dataclasses.is_dataclass(value):
+            return _translated(candidate, value, argument)
+    raise TypeError(f"{argument}: expected a {kind.__name__} of flatparam or of torch, found {value!r}")
+
+
+def _translated(kind: type[P], value: Any, argument: str) -> P:
+    # Each candidate is a dataclass.
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for field in dataclasses.fields(value):
+        if field.name not in known and getattr(value, field.name) != field.default:
+            raise ValueError(
+                f"{argument}: {field.name}={getattr(value, field.name)!r} is not supported; leave it at "
+                f"{field.default!r}"
+            )
+    return kind(**{name: getattr(value, name) for name in known if hasattr(value, name)})
+
 
 _NO_MIXED_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | Ranks | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
-    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
-    nonfinite: Nonfinite = ...,
-    layout: LayoutPolicy | RuleFunction | None = ...,
-    values_later: bool = ...,
-) -> FSDPModule: ...
+class _Settings(TypedDict, total=False):
+    """The arguments of `fully_shard` beside the module."""
+
+    mesh: DeviceMesh | Ranks | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy | PolicyOfTorch
+    offload_policy: OffloadPolicy | PolicyOfTorch
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: object
+    nonfinite: Nonfinite
+    layout: LayoutPolicy | RuleFunction | None
+    values_later: bool
 
 
 @overload
-def fully_shard(
-    module: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh | Ranks | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy | PolicyOfTorch = ...,
-    offload_policy: OffloadPolicy | PolicyOfTorch = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-    dp_mesh_dims: object = ...,
-    nonfinite: Nonfinite = ...,
-    layout: LayoutPolicy | RuleFunction | None = ...,
-    values_later: bool = ...,
-) -> Sequence[FSDPModule]: ...
+def fully_shard(module: nn.Module, **settings: Unpack[_Settings]) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: Sequence[nn.Module], **settings: Unpack[_Settings]) -> Sequence[FSDPModule]: ...
 
 
 def fully_shard(
@@ -136,13 +201,9 @@ def fully_shard(
         if not values_later:
             _check_can_be_made(each, resolved)
     for each, resolved in zip(modules, found, strict=True):
-        _shard(each, resolved)
+        shard_resolved(each, resolved, by_hooks=True)
+        each.__class__ = class_for(type(each))
     return module
-
-
-def _shard(module: nn.Module, resolved: Resolved) -> None:
-    shard_resolved(module, resolved, by_hooks=True)
-    module.__class__ = class_for(type(module))
 
 
 def _check_module(module: Any) -> None:
@@ -194,3 +255,88 @@ def _check_can_be_made(module: nn.Module, resolved: Resolved) -> None:
                 "nothing says what its values are; make it on a device, give its class the method, or use "
                 "FullyShardedDataParallel with param_init_fn"
             )
+
+
+def resolve_in_place(
+    module: nn.Module,
+    *,
+    mesh: Any,
+    reshard_after_forward: Any,
+    mp_policy: object,
+    offload_policy: object,
+    ignored_params: Any,
+    nonfinite: Nonfinite = "ignore",
+    layout: Any = None,
+    values_later: bool = False,
+) -> Resolved:
+    """Return the settings of `module`; see `fully_shard`.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    precision = as_policy(MixedPrecisionPolicy, mp_policy, "mp_policy")
+    offload = as_policy(OffloadPolicy, offload_policy, "offload_policy")
+    topology = resolve_topology(mesh)
+    offloads = isinstance(offload, CPUOffloadPolicy)
+    ignored = _ignored(module, ignored_params)
+    device = resolve_device(_device_of(mesh), module, ignored, offload=offloads)
+    if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and _is_accelerator(device, module):
+        raise ValueError(
+            "offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()"
+        )
+    plan = UnitPlan(
+        topology,
+        **freeing(reshard_after_forward, topology),
+        overlaps_reductions=None,
+        precision=Precision(precision.param_dtype, precision.reduce_dtype),
+        casting=_casting(precision),
+        storage_device=torch.device("cpu") if offloads else None,
+        use_orig_params=True,
+        nonfinite=nonfinite,
+    )
+    mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+    return Resolved(
+        Arguments(param_init_fn=values_to_come(module, ignored, parameters=values_later)),
+        ShardingStrategy.FULL_SHARD,
+        plan,
+        ignored,
+        device,
+        mixed,
+        Environment.read(),
+        None,
+        resolve_rules(module, layout),
+    )
+
+
+def _casting(policy: MixedPrecisionPolicy) -> Casting:
+    casts = policy.cast_forward_inputs
+    return Casting(
+        policy.param_dtype,
+        at_root=casts,
+        below_root=casts,
+        without_parameters=casts,
+        output_dtype=policy.output_dtype,
+    )
+
+
+def _ignored(module: nn.Module, ignored_params: Iterable[Any] | None) -> Ignored:
+    if ignored_params is None:
+        return Ignored()
+    found = list(ignored_params)
+    for each in found:
+        if not isinstance(each, nn.Parameter):
+            raise ValueError(f"ignored_params: expected parameters, found a {type(each).__name__}")
+    return resolve_ignored(module, None, found)
+
+
+def _device_of(mesh: Any) -> Any:
+    """Return the device that a mesh says; `None` of anything else, which leaves parameters where they are."""
+    kind = getattr(mesh, "device_type", None)
+    if kind is None or kind == "cpu":
+        return kind
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _is_accelerator(device: torch.device | None, module: nn.Module) -> bool:
+    here = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return (device or here).type != "cpu"

@@ -11,19 +11,17 @@ from torch import nn
 from typing_extensions import Self, deprecated
 
 import flatparam_runtime as runtime
-from flatparam.in_place import state
-from flatparam.in_place.arguments import check_flag, freeing
-from flatparam.in_place.initialising import initialisers_of, make_on_device
-from flatparam.wrapper import parameters, prefetching, reducing, refusing, written
-from flatparam.wrapper.unsharding import UnshardHandle
+from flatparam.in_place import module_state
+from flatparam.in_place.module_state import initialisers_of, make_on_device
+from flatparam.state import saving
+from flatparam.wrapper import interior, refusing, training
+from flatparam.wrapper.training import UnshardHandle
 from flatparam_core import FlatParamError
 
 if TYPE_CHECKING:
     _Base = nn.Module
 else:
     _Base = object
-
-__all__ = ["FSDPModule", "class_for", "refuse_in_place", "register_fsdp_forward_method"]
 
 
 class FSDPModule(_Base):
@@ -125,7 +123,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        prefetching.set_units_to_forward_prefetch(self._unit, list(modules) or None)
+        training.set_units_to_forward_prefetch(self._unit, list(modules) or None)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's backward begins; without modules, as a pass suggests.
@@ -133,7 +131,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        prefetching.set_units_to_backward_prefetch(self._unit, list(modules) or None)
+        training.set_units_to_backward_prefetch(self._unit, list(modules) or None)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have all later work of the current stream, and so every later gather, wait for `event`.
@@ -188,7 +186,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("requires_all_reduce", requires_all_reduce)
-        reducing.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
+        training.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients of this module's own unit by `factor`; `None`: by the number of ranks.
@@ -197,7 +195,7 @@ class FSDPModule(_Base):
             ValueError: for a factor that is not above zero.
             FlatParamError: if gradients of passes without synchronisation wait for their reduction.
         """
-        reducing.set_divide_factor((self._unit,), factor)
+        training.set_divide_factor((self._unit,), factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead", category=FutureWarning)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -213,7 +211,7 @@ class FSDPModule(_Base):
 
         Full parameters are listed while the module computes.
         """
-        yield from parameters.listed(super().named_parameters(prefix, recurse, remove_duplicate))
+        yield from interior.listed(super().named_parameters(prefix, recurse, remove_duplicate))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` on every module inside with its full parameters in place, and keep the changes.
@@ -242,7 +240,7 @@ class FSDPModule(_Base):
 
         Inside `summon_full_params` the full parameters move instead, and only until it ends.
         """
-        with parameters.moving_shards(parameters.not_summoned(runtime.units_in(self)), fn):
+        with interior.moving_shards(interior.not_summoned(runtime.units_in(self)), fn):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # State
@@ -255,10 +253,10 @@ class FSDPModule(_Base):
         They are copies. In a world without process groups, such as one of threads, the tensors are full ones.
         """
         named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        written.warn_of_writes(self)
-        found = state.save_state(self, args, named, super().state_dict)
+        saving.warn_of_writes(self)
+        found = module_state.save_state(self, args, named, super().state_dict)
         if destination is None and not args:
-            written.watch(self, found)
+            saving.watch(self, found)
         return found
 
     def load_state_dict(
@@ -274,12 +272,12 @@ class FSDPModule(_Base):
         Raises:
             RuntimeError: naming what does not fit on some rank, on every rank; nothing is changed.
         """
-        written.forget(self)
+        saving.forget(self)
         load = partial(super().load_state_dict, assign=assign)
-        return state.load_state(self, state_dict, strict=strict, load=load)
+        return module_state.load_state(self, state_dict, strict=strict, load=load)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        state.refuse_torchs_loading(self)
+        module_state.refuse_torchs_loading(self)
         super()._load_from_state_dict(*arguments)
 
     # Copies
@@ -333,6 +331,46 @@ def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) ->
 def _empty(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> nn.Module:
     """Return a sharded module without content, for a copy to fill."""
     return object.__new__(class_for(original, base))
+
+
+def freeing(reshard_after_forward: Any, topology: runtime.Topology) -> dict[str, Any]:
+    """Return the fields of a plan that say whether the full parameters are freed between forward and backward.
+
+    Raises:
+        TypeError: for anything but a bool, an int or `None`.
+        ValueError: for an int that is no number of ranks to gather from in the backward pass.
+    """
+    if reshard_after_forward is None:
+        return {"free_after_forward": True, "keeps_outermost": True, "keeps_last": True}
+    frees = reshard_after_forward
+    if not isinstance(frees, int):
+        raise TypeError(f"reshard_after_forward: expected a bool, an int or None, found {frees!r}")
+    if not isinstance(frees, bool):
+        frees = _as_bool(frees, topology.shard.size)
+    return {"free_after_forward": frees, "keeps_outermost": False, "keeps_last": False}
+
+
+def _as_bool(ranks: int, size: int) -> bool:
+    if ranks < 1 or size % ranks:
+        raise ValueError(
+            f"reshard_after_forward: expected a divisor of the {size} ranks of the shard group, found {ranks}"
+        )
+    if ranks not in (1, size):
+        raise ValueError(
+            f"reshard_after_forward={ranks}: flatparam does not reshard to a part of the {size} ranks; pass True or "
+            f"False, or a mesh of two dimensions whose shard dimension has {ranks} ranks"
+        )
+    return ranks == size
+
+
+def check_flag(name: str, value: object) -> None:
+    """Make sure that `value` is a bool.
+
+    Raises:
+        ValueError: for anything else; torch raises the same.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected a bool, found {value!r}")
 
 
 def refuse_in_place(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from flatparam.api import ShardingStrategy
-from flatparam.resolving.environment import Environment
+from flatparam.resolving.arguments import Environment
 from flatparam_comm import (
     Collectives,
     CommHook,
@@ -19,8 +19,6 @@ from flatparam_comm import (
     resolve_topology,
 )
 from flatparam_runtime import warn_caller
-
-__all__ = ["HYBRID", "resolve_groups"]
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 

@@ -1,9 +1,13 @@
-"""From FSDP1's arguments to the plan of a unit: the only place that compares strategies."""
+"""From FSDP1's arguments to the plan of a unit, for a whole tree before one is wrapped: the only place that compares
+strategies.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any, Final, final
 
 import attrs
@@ -13,17 +17,27 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
-from flatparam.resolving.arguments import Arguments
-from flatparam.resolving.devices import resolve_device
-from flatparam.resolving.environment import Environment
+from flatparam.resolving.arguments import Arguments, Environment
 from flatparam.resolving.groups import resolve_groups
-from flatparam.resolving.ignored import Ignored, resolve_ignored
-from flatparam.resolving.rules import ResolvedRules, resolve_rules
+from flatparam.resolving.parameters import (
+    Ignored,
+    ResolvedRules,
+    resolve_device,
+    resolve_ignored,
+    resolve_rules,
+)
+from flatparam.wrap import chosen_by
 from flatparam_comm import Topology
-from flatparam_core import Precision
-from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, warn_caller
-
-__all__ = ["Inherited", "Resolved", "backward_prefetch_of", "resolve", "resolve_prefetch"]
+from flatparam_core import Precision, clean_fqn, owner_of
+from flatparam_runtime import (
+    BackwardOrder,
+    BufferDtype,
+    Casting,
+    PrefetchPlan,
+    UnitPlan,
+    unit_of,
+    warn_caller,
+)
 
 _FREES_EARLY: Final = {
     ShardingStrategy.FULL_SHARD: True,
@@ -100,16 +114,6 @@ class Resolved:
         is_asked_for = self.asked.mixed_precision is not None
         return self.inherited is not None and self.inherited.in_full_precision and not is_asked_for
 
-    @property
-    def sync_module_states(self) -> bool:
-        """Whether the first rank's values are sent to the others."""
-        return bool(self.asked.sync_module_states)
-
-    @property
-    def param_init_fn(self) -> Callable[[nn.Module], None] | None:
-        """The function that gives a module on the meta device its values."""
-        return self.asked.param_init_fn
-
 
 def _warn_of_calls(module: nn.Module) -> None:
     """Warn of a module that is not called when its parameters are used, since calls gather them."""
@@ -142,7 +146,9 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     """
     _warn_of_calls(module)
     environment = Environment.read() if inherited is None else inherited.environment
-    asked = _strategy(arguments)
+    asked = ShardingStrategy.FULL_SHARD
+    if arguments.sharding_strategy is not None:
+        asked = as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
     for name in _FLAGS:
         # "false" of a configuration file would count as true.
         if isinstance(getattr(arguments, name), str):
@@ -158,7 +164,8 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     else:
         is_whole_model = arguments.auto_wrap_policy is not None
         rules = resolve_rules(module, arguments.layout, is_whole_model=is_whole_model)
-    offload = resolve_offload(arguments.cpu_offload)
+    cpu_offload: Any = arguments.cpu_offload
+    offload = cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params
     device = resolve_device(arguments.device_id, module, ignored, offload=offload)
     topology, strategy = resolve_groups(
         asked,
@@ -195,12 +202,6 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     return Resolved(arguments, strategy, plan, ignored, device, mixed, environment, inherited, rules)
 
 
-def _strategy(arguments: Arguments) -> ShardingStrategy:
-    if arguments.sharding_strategy is None:
-        return ShardingStrategy.FULL_SHARD
-    return as_enum(ShardingStrategy, arguments.sharding_strategy, "sharding_strategy")
-
-
 def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: Topology) -> None:
     """Say once for a tree of wrappers that `NO_SHARD` is deprecated; one rank shards nothing in any case."""
     is_passed_on = isinstance(arguments.process_group, Topology)
@@ -209,15 +210,6 @@ def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: T
             "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
             FutureWarning,
         )
-
-
-def resolve_offload(cpu_offload: Any) -> bool:
-    """Return whether shards live in CPU memory.
-
-    Raises:
-        TypeError: for anything but a `CPUOffload` or `None`.
-    """
-    return cpu_offload is not None and as_config(CPUOffload, cpu_offload, "cpu_offload").offload_params
 
 
 def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:
@@ -259,3 +251,136 @@ def resolve_precision(mixed_precision: Any, *, is_left_out: bool) -> tuple[Preci
     precision = Precision(asked.param_dtype, asked.reduce_dtype, asked.keep_low_precision_grads)
     casting = Casting(asked.param_dtype, asked.cast_root_forward_inputs, asked.cast_forward_inputs)
     return precision, casting, asked.buffer_dtype
+
+
+@final
+@attrs.frozen(eq=False)
+class ResolvedTree:
+    """The settings of a module, and of those inside that a policy chose."""
+
+    root: Resolved
+    inside: Mapping[nn.Module, Resolved] = attrs.field(factory=dict)
+
+
+def resolve_tree(
+    wrapper: type[nn.Module], module: nn.Module, arguments: Arguments, offered: Resolved | None = None
+) -> ResolvedTree:
+    """Return the settings of `module`, and of what the policy chooses inside it; nothing is changed.
+
+    What is wrapped already stays as it is, and nothing inside it is wrapped again.
+
+    Args:
+        wrapper: the class that wraps.
+        offered: the settings that the wrapper around this one resolved for it, if it did; a subclass may have changed
+            the arguments since.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    if offered is not None and arguments.are(offered.asked):
+        return ResolvedTree(offered)
+    root = resolve(module, arguments, None if offered is None else offered.inherited)
+    if offered is None:
+        _warn_of_shared_memory(module)
+    if arguments.auto_wrap_policy is None:
+        return ResolvedTree(root)
+    wrapped = {
+        child for child in module.modules() if isinstance(child, wrapper) or unit_of(child) is not None
+    }
+    inside = {child for outer in wrapped for child in outer.modules()}
+    left_out = root.ignored.modules | inside
+    passed_on = _passed_on(root)
+    kwargs = passed_on.by_name()
+    targets = chosen_by(
+        arguments.auto_wrap_policy,
+        module,
+        ignored_modules=left_out,
+        ignored_parameters=root.ignored.parameters,
+        kwargs=kwargs,
+    )
+    targets = {child: chosen for child, chosen in targets.items() if child not in inside}
+    in_full_precision = _in_full_precision(module, root, left_out)
+    for child in in_full_precision:
+        targets[child] = {**targets.get(child, kwargs), "mixed_precision": None}
+    _check_names(targets)
+    return ResolvedTree(
+        root,
+        {
+            child: resolve(
+                child,
+                Arguments(**chosen),
+                Inherited(
+                    root.ignored,
+                    root.environment,
+                    passed_on,
+                    root.is_left_out or child in in_full_precision,
+                    root.rules,
+                ),
+            )
+            for child, chosen in targets.items()
+        },
+    )
+
+
+def _warn_of_shared_memory(module: nn.Module) -> None:
+    """Warn of parameters that lie in the same memory, but are different objects: they are tied only until now."""
+    spans = []
+    for name, parameter in module.named_parameters():
+        is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        if not is_plain or parameter.is_meta or not parameter.numel() or owner_of(parameter) is not None:
+            continue
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        start = parameter.data_ptr()
+        spans.append((str(parameter.device), start, start + (reach + 1) * parameter.itemsize, name))
+    spans.sort()
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            warnings.warn(
+                f"the parameters {clean_fqn(name)!r} and {clean_fqn(other)!r} are different objects in one memory, and "
+                "are not tied any more once they are sharded; assign one parameter to both modules to tie them, or "
+                "give each memory of its own",
+                stacklevel=4,
+            )
+
+
+def _check_names(targets: Mapping[nn.Module, Mapping[str, Any]]) -> None:
+    known = attrs.fields_dict(Arguments)
+    for module, chosen in targets.items():
+        for name in chosen:
+            if name not in known:
+                raise TypeError(
+                    f"auto_wrap_policy: expected arguments of FullyShardedDataParallel for a {type(module).__name__}, "
+                    f"found {name!r}; they are {', '.join(known)}"
+                )
+
+
+def _passed_on(root: Resolved) -> Arguments:
+    """Return the arguments of a wrapper for the modules inside, which share its groups and what is ignored."""
+    return attrs.evolve(
+        root.asked,
+        process_group=root.plan.topology,
+        device_mesh=None,
+        auto_wrap_policy=None,
+        sharding_strategy=root.strategy,
+        ignored_states=root.ignored.parameters,
+        ignored_modules=None,
+        broadcast_buffers=False,
+    )
+
+
+def _in_full_precision(module: nn.Module, root: Resolved, left_out: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules inside of the classes that the mixed precision leaves out, as BatchNorm; a warning names them."""
+    asked: Any = root.asked.mixed_precision
+    if asked is None:
+        return []
+    classes = tuple(as_config(MixedPrecision, asked, "mixed_precision")._module_classes_to_ignore)
+    found = [child for child in module.modules() if isinstance(child, classes) and child not in left_out]
+    if found:
+        names = sorted({type(child).__name__ for child in found})
+        warnings.warn(
+            f"mixed_precision leaves {', '.join(names)} out: they become units of their own that compute in fp32",
+            stacklevel=4,
+        )
+    return [child for child in found if child is not module]

@@ -1,12 +1,14 @@
 """Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
 
-Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `wrapper_tensors`. And
+Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`: such a
+tensor has no memory of its own, and is made of inner tensors of different dtypes (numbers, scales, zero points). And
 `DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part of a
 `DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
@@ -14,22 +16,15 @@ from typing import Any, Final, final
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import Self, override
 
-from flatparam.resolving import Ignored
-from flatparam.sharding.extension_point import DTensorExtensions, FSDPExtensions
-from flatparam.sharding.wrapper_tensors import WrapperRecipe, is_wrapper
-from flatparam_comm import FlatParamError, process_group_of
-from flatparam_core import PRESENTER, BoundParameter, discover, owner_of
-from flatparam_runtime import unit_of
-from flatparam_state import OWN_CHUNKER, Chunker, Place
-
-__all__ = [
-    "chunker",
-    "flatten_extended",
-    "needs_extensions",
-    "set_extensions",
-]
-
+from flatparam.resolving.parameters import Ignored
+from flatparam.sharding.placement import bound_parameters
+from flatparam_comm import FlatParamError, ProcessGroupCollectives, process_group_of
+from flatparam_core import PRESENTER, BoundParameter, owner_of
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.places import Place
 
 _PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
 _extensions: FSDPExtensions | None = None
@@ -48,12 +43,7 @@ def needs_extensions(tensors: Iterable[Tensor]) -> bool:
 
 def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
-    bound = discover(
-        module,
-        ignored_parameters=ignored.parameters,
-        skip_module=lambda child: child in ignored.modules or unit_of(child) is not None,
-    )
-    for b in bound:
+    for b in bound_parameters(module, ignored):
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
         plain, present = _taken_apart(b)
@@ -125,3 +115,162 @@ class _Extended:
     def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> Tensor:
         """Have the extension gather a `DTensor`; every rank calls it."""
         return self._extensions.all_gather_dtensor(tensor.to(device), tensor.device_mesh)
+
+
+class FSDPExtensions(abc.ABC):
+    """How parameters of some tensor class are flattened, and how their sharded state is made and taken apart.
+
+    FSDP1's extension point: see `set_extensions`. The first two methods have to be there.
+    """
+
+    @abc.abstractmethod
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        """Return the plain tensor to flatten in place of `tensor`, and what it takes to make the like of it again.
+
+        `(tensor, None)` leaves it as it is.
+        """
+
+    @abc.abstractmethod
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        """Make what modules see of `tensor`, a full parameter as flattened; differentiably."""
+
+    def chunk_tensor(
+        self,
+        tensor: Tensor,
+        rank: int,
+        world_size: int,
+        num_devices_per_node: int,
+        pg: Any,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Return a `ShardedTensor` over `pg` of which this rank holds `tensor.chunk(world_size, dim=0)[rank]`."""
+        found: Tensor = OWN_CHUNKER.chunk_over(tensor, ProcessGroupCollectives(pg))
+        return found if device is None else found.to(device)
+
+    def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
+        """Return a `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
+        found: Tensor = OWN_CHUNKER.chunk_over_mesh(tensor, device_mesh, rank)
+        return found
+
+    def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return the tensor to load in place of `tensor`, a `ShardedTensor`, and its local shards."""
+        sharded: Any = tensor
+        return tensor, sharded.local_shards()
+
+    def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
+        """Return the tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
+        sharded: Any = tensor
+        return OWN_CHUNKER.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
+
+
+class DTensorExtensions(FSDPExtensions):
+    """For `DTensor` parameters over a mesh of other ranks than those that FSDP shards over."""
+
+    @override
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        """Return this rank's local part.
+
+        Raises:
+            ValueError: for a `DTensor` that is a sum still to be made.
+        """
+        # Imported late: torch may have been built without distributed.
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"a parameter cannot be a partial DTensor, found one with {tensor.placements}")
+        facts = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        return tensor.to_local(), facts
+
+    @override
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        """Return the `DTensor` of which `tensor` is the local part; gradients come back to that part."""
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = param_extension
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+_ALIGNMENT: Final = 16
+
+
+@final
+@attrs.frozen
+class _Span:
+    """An inner tensor: its bytes among those of the parameter."""
+
+    start: int
+    numel: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def of(self, data: Tensor) -> Tensor:
+        """Return the inner tensor, in the memory of `data`: 1-D, uint8."""
+        raw = data[self.start : self.start + self.numel * self.dtype.itemsize]
+        if raw.data_ptr() % self.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(self.dtype).view(self.shape)
+
+
+@final
+@attrs.frozen
+class WrapperRecipe:
+    """How a tensor of a wrapper class is made of bytes again."""
+
+    _make: Callable[..., Tensor]
+    _context: Any
+    _shape: torch.Size
+    _stride: tuple[int, ...]
+    _parts: dict[str, Any]
+    """By the name of an attribute, an inner tensor: a span of the bytes, or a recipe for one of a wrapper class."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> tuple[Self, Tensor]:
+        """Return the recipe of `tensor`, and the bytes: 1-D, uint8, on the device of the inner tensors.
+
+        Each inner tensor begins at a multiple of 16 bytes. They have to be on one device.
+        """
+        rows: list[Tensor] = []
+        recipe = cls._collect(tensor, rows)
+        return recipe, torch.cat(rows)
+
+    @classmethod
+    def _collect(cls, tensor: Tensor, rows: list[Tensor]) -> Self:
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # is_wrapper
+        parts: dict[str, Any] = {}
+        for name in names:
+            inner = getattr(tensor, name)
+            if is_wrapper(inner):
+                parts[name] = cls._collect(inner, rows)
+                continue
+            start = sum(row.numel() for row in rows)
+            parts[name] = _Span(start, inner.numel(), inner.dtype, inner.shape)
+            rows.append(inner.detach().contiguous().view(-1).view(torch.uint8))
+            rows.append(rows[-1].new_zeros(-rows[-1].numel() % _ALIGNMENT))
+        make = type(tensor).__tensor_unflatten__  # type: ignore[attr-defined]  # is_wrapper
+        return cls(make, context, tensor.shape, tensor.stride(), parts)
+
+    def made_of(self, data: Tensor) -> Tensor:
+        """Return the tensor whose bytes `data` has (1-D, uint8); its inner tensors are in that memory."""
+        inner = {
+            name: part.of(data) if isinstance(part, _Span) else part.made_of(data)
+            for name, part in self._parts.items()
+        }
+        return self._make(inner, self._context, self._shape, self._stride)
+
+    def __call__(self, data: Tensor) -> nn.Parameter:
+        """Return the same as a frozen parameter, which modules see."""
+        return nn.Parameter(self.made_of(data.detach()), requires_grad=False)
+
+    def flattened(self, value: object) -> object:
+        """Return the bytes of `value`, if it is a tensor like the one that this recipe makes; else `value`."""
+        if not isinstance(value, Tensor) or not is_wrapper(value):
+            return value
+        recipe, data = self.of(value)
+        return data if recipe == self else value
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether `tensor` is of a wrapper class whose inner tensors can be taken out and put together again."""
+    return bool(is_traceable_wrapper_subclass(tensor)) and hasattr(type(tensor), "__tensor_unflatten__")

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from flatparam.api import StateDictType
-from flatparam.observing.stopwatch import SimpleProfiler
+from flatparam.observing.debug_log import SimpleProfiler
 from flatparam.sharding.extensions import chunker
-from flatparam.state.settings import default_settings, form_of, settings_of
+from flatparam.state.form_settings import default_settings, form_of, settings_of
 from flatparam_comm import resolve_topology, telling
 from flatparam_core import FlatParamError
-from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict, places_in
-
-__all__ = ["check_group", "optim_form", "optim_state_dict", "optim_state_dict_to_load", "to_load"]
+from flatparam_state import FormKind, StateForm, load_optimizer_state, optimizer_state_dict
+from flatparam_state.places import places_in
 
 
 def optim_form(model: nn.Module) -> StateForm:

@@ -1,31 +1,22 @@
-"""The inside of a wrapper: the module that it stands for, the things beside it; and which modules are wrappers."""
+"""The inside of a wrapper: the module that it stands for, its unit's ranks and parameters, and a loading under way."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import attrs
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry
 
 from flatparam.api import StateDictSettings
-from flatparam.state.tree_load import TreeLoad
-from flatparam_core import FSDP_WRAPPED_MODULE
-from flatparam_runtime import Unit, call_unit, unit_of, untraced
-
-__all__ = [
-    "Interior",
-    "forward",
-    "inner_module",
-    "interior_of",
-    "item_of",
-    "module_of",
-    "unit_inside",
-    "wrappers_in",
-]
+from flatparam_comm import Collectives, RanksOnly, Topology, engine_of, process_group_of
+from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn, owner_of
+from flatparam_runtime import Phase, Unit, call_unit, holder_of, refuse_in_a_pass, shown, unit_of, untraced
+from flatparam_state.model.load import ModelLoad
 
 _INTERIOR = "_interior"
 """The attribute of a wrapper that holds it."""
@@ -84,12 +75,6 @@ def module_of(self: nn.Module) -> nn.Module:
     return inner if checkpointed is None else checkpointed
 
 
-def item_of(self: nn.Module, key: Any) -> Any:
-    """Index the wrapped module."""
-    # The user says that the module can be indexed.
-    return module_of(self)[key]  # type: ignore[index]
-
-
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the wrapped module if `module` is a wrapper, otherwise `module` itself."""
     inner = module._modules.get(FSDP_WRAPPED_MODULE) if interior_of(module) is not None else None
@@ -134,3 +119,152 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> dict[nn.Module
 def _is_replicated(module: nn.Module) -> bool:
     """Return whether torch's composable `replicate` has `module`: then it is not FSDP's."""
     return "replicate" in (_get_registry(module) or ())
+
+
+def ranks_of(unit: Unit) -> Collectives:
+    """The ranks that the parameters are sharded over, or, if they are not sharded, those that hold copies of them."""
+    return unit.topology.group
+
+
+def process_group(unit: Unit) -> Any:
+    """Return the same as torch's process group, or as what stands for it."""
+    return _as_torchs(ranks_of(unit))
+
+
+def copies(unit: Unit) -> Any:
+    """Return the ranks that hold copies of this rank's shard, in the same form.
+
+    Raises:
+        AttributeError: if there are none, as FSDP1's wrapper has no such attribute then.
+    """
+    replicate = unit.topology.replicate
+    if replicate is None or unit.topology.shard.size == 1:
+        raise AttributeError("only the hybrid strategies have ranks that hold copies of a shard")
+    return _as_torchs(replicate)
+
+
+def _as_torchs(ranks: Collectives) -> Any:
+    engine = engine_of(ranks)
+    return engine.group if isinstance(engine, RanksOnly) else process_group_of(engine) or engine
+
+
+T = TypeVar("T")
+
+
+def named(interior: Interior, pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """`pairs` of names and tensors, with the names that a wrapper gives them now."""
+    unit = interior.unit
+    clean = interior.clean_names or unit.showing.wishes is not None or unit.phase is Phase.INSPECTING
+    for name, value in pairs:
+        yield (clean_fqn(name) if clean else name), value
+
+
+def listed(pairs: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """`pairs` with what stands for each parameter in a list; none for what only the flat parameter stands for."""
+    for name, parameter in pairs:
+        shown_as = _stand_in(parameter)
+        if shown_as is not None:
+            yield name, shown_as
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter | None:
+    owner = owner_of(parameter)
+    if owner is None:
+        return parameter
+    handle, index = owner
+    unit = holder_of(handle)
+    if unit is None or unit.is_needed or unit.phase is Phase.INSPECTING or handle.exposure.hides_shard:
+        return parameter
+    held = handle.exposure.listed()
+    return held[index] if held[0] is not handle.flat_param else None
+
+
+def not_summoned(units: Iterable[Unit]) -> list[Unit]:
+    """Return those whose full parameters are not shown by `summon_full_params`."""
+    return [unit for unit in units if unit.showing.wishes is None]
+
+
+@contextlib.contextmanager
+def moving_shards(units: Iterable[Unit], fn: Callable[[Tensor], Tensor]) -> Generator[None, None, None]:
+    """Move or cast the shards of `units` as wholes by `fn`; inside the context, modules show no parameters of theirs.
+
+    Raises:
+        FlatParamError: inside a forward or backward pass.
+    """
+    units = list(units)
+    for unit in units:
+        refuse_in_a_pass(unit)
+        unit.reshard()
+    with torch.no_grad():
+        for unit in units:
+            for handle in unit.handles:
+                handle.apply(fn)
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(shown(unit, [[None] * len(handle.layout.slots) for handle in unit.handles]))
+        yield
+
+
+@final
+@attrs.define(eq=False)
+class TreeLoad:
+    """One loading of a tree of wrappers, which belongs to the outermost of them and ends with it.
+
+    Each wrapper takes the entries of its own unit. The outermost one copies for all of them at the end, and only if
+    everything fits.
+    """
+
+    outermost: nn.Module
+    errors: list[str]
+    """The list in which torch collects the errors of one loading: the same object for every module in it."""
+    is_ours: bool = False
+    """Whether the wrapper's own `load_state_dict` is under way, and not that of a plain module around it."""
+    taken: set[str] = attrs.field(factory=set)
+    """The clean names of the entries that wrappers have taken."""
+    _loads: list[ModelLoad] = attrs.field(factory=list)
+    _open: dict[nn.Module, ModelLoad] = attrs.field(factory=dict)
+    """By wrapper, the loads of those whose modules torch is loading now."""
+    is_closed: bool = False
+
+    def begin(self, wrapper: nn.Module, load: ModelLoad) -> None:
+        """Note that `wrapper` takes the entries of its unit from now on."""
+        self._loads.append(load)
+        self._open[wrapper] = load
+
+    def end(self, wrapper: nn.Module) -> ModelLoad | None:
+        """Return the load of `wrapper`, which takes no entries any more; `None` if it has none."""
+        load = self._open.pop(wrapper, None)
+        if load is not None:
+            load.stop()
+        return load
+
+    def leave(self, wrapper: nn.Module) -> None:
+        """Have `wrapper`, whose loading an exception ended, take nothing any more.
+
+        The loads of the wrappers around it are left to them: torch may be iterating over the hooks on `wrapper`.
+        """
+        load = self._open.pop(wrapper, None)
+        if load is not None:
+            load.close()
+
+    def really_missing(self, missing: list[str]) -> list[str]:
+        """The names of `missing` that are in no flat parameter; one unit may borrow a parameter of a different one."""
+        in_flat = {handle for load in self._loads for handle in load.in_flat}
+        return [key for key in missing if not any(each.is_in(key, in_flat) for each in self._loads)]
+
+    def checksums(self, topology: Topology) -> dict[str, int]:
+        """Return the checksums of what each unit's load has taken, by name."""
+        return {name: each for load in self._loads for name, each in load.checksums(topology).items()}
+
+    def commit(self) -> None:
+        """Copy what was taken to the shards; every rank calls it."""
+        for load in self._loads:
+            load.commit()
+
+    def close(self) -> None:
+        """Forget everything, at the end of the outermost wrapper's loading."""
+        for load in self._loads:
+            load.close()
+        self._loads.clear()
+        self._open.clear()
+        self.is_closed = True

@@ -10,18 +10,9 @@ from typing import Any, Final, NoReturn, final
 import attrs
 from torch import nn
 
-from flatparam.wrapper.ranks import ranks_of
+from flatparam.wrapper.interior import ranks_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Phase, Unit, holder_of_parameter, unit_of
-
-__all__ = [
-    "DDP_ASKS",
-    "FSDP_MARKS",
-    "asking_names",
-    "refuse_join",
-    "refuse_parts_in_states",
-    "refuse_torchs_functions",
-]
 
 _asks_names: contextvars.ContextVar[bool] = contextvars.ContextVar("_asks_names", default=False)
 
