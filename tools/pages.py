@@ -24,6 +24,7 @@ PAGES: Final[Mapping[str, Sequence[str]]] = {
     "compatibility": ("tools/matrix", "--page"),
     "complaints": ("-m", "integration_tests.complaints"),
     "errors": ("docs/test_errors.py",),
+    "fsdp2-clients": ("-m", "integration_tests.clients.cells", "build/client-cells.jsonl"),
     "layouts": ("tools/layouts_page.py",),
     "models": ("tools/models_page.py", "build/models.xml"),
     "one-step": ("tools/structure", "--page"),

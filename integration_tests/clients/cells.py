@@ -299,9 +299,11 @@ CELLS: Final = [
         full="--full",
         accumulation="--accumulate",
         bf16="--bf16",
-        checkpointing="--checkpointing",
     ),
 ]
+
+
+_ALWAYS: Final = ("--fsdp2", "--loaded")
 
 
 def table(said: Mapping[str, str]) -> str:
@@ -310,9 +312,9 @@ def table(said: Mapping[str, str]) -> str:
     for cell in CELLS:
         told = said.get(str(cell))
         if told is not None:
-            what = told + (
-                f" (`{cell.options}`)" if cell.column in ("others", "LoRA") and cell.options else ""
-            )
+            flags = [each for each in cell.options.split() if each[:2] == "--" and each not in _ALWAYS]
+            named = cell.column in ("others", "LoRA") and flags
+            what = f"{told} (`{' '.join(flags)}`)" if named else told
             rows.setdefault(cell.client, {}).setdefault(cell.column, []).append(what)
             if cell.how != "losses":
                 # A resumed run is compared with one that was not interrupted, whose bits are FSDP2's.

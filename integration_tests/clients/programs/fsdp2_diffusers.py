@@ -1,7 +1,7 @@
 """Training a denoiser of diffusers as its examples do, with accelerate and FSDP2: `fsdp2_diffusers.py FOLDER`.
 
 It has four steps of a prior, which makes embeddings of noise, and saves after the first two; with `--resume=2` it goes on from there. With
-`--bf16`, `--accumulate`, `--checkpointing` and `--full` for full states.
+`--bf16`, `--accumulate` and `--full` for full states.
 """
 
 import sys
@@ -39,8 +39,6 @@ def main() -> None:
     for unused in (module.clip_mean, module.clip_std):
         unused.requires_grad_(False)
     trained = [each for each in module.parameters() if each.requires_grad]
-    if "--checkpointing" in sys.argv:
-        module.enable_gradient_checkpointing()
     scheduler: Any = DDPMScheduler(num_train_timesteps=10)
     model, optimizer = accelerator.prepare(module, torch.optim.AdamW(trained, lr=0.01))
     model.train()

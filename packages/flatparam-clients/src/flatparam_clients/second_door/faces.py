@@ -172,11 +172,10 @@ class DTensorFaces:
         return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
 
     def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
-        """Make a `DTensor` that somebody has put in the place of `face` the face: an optimizer may hold it already."""
+        """Make a `DTensor` in the place of `face` the face: an optimizer may hold it already; another unit's is one."""
         assert isinstance(face, ShardedParameter)
         newcomer: Any = given
         if type(newcomer) is not DTensor:
-            # One of another unit's is tied to it now.
             return given if isinstance(given, ShardedParameter) else face
         face.original.requires_grad_(given.requires_grad)
         newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
@@ -185,8 +184,7 @@ class DTensorFaces:
 
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return the plain parameter that flatparam trains."""
-        assert isinstance(face, ShardedParameter)
-        return face.original
+        return face.original  # type: ignore[attr-defined, no-any-return]  # it is a face
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""
