@@ -15,7 +15,7 @@ from torch import nn
 
 import flatparam.fully_sharded_data_parallel  # noqa: F401  # all layers, and so all thresholds
 import flatparam_checkpoint  # noqa: F401
-import flatparam_files.formats  # noqa: F401
+import flatparam_files.formats.detect  # noqa: F401
 import flatparam_onehost  # noqa: F401
 import flatparam_optim  # noqa: F401
 import flatparam_publish  # noqa: F401

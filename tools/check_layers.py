@@ -38,8 +38,8 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "disk.system",
         "formats.hugging_face",
         "formats.output",
-        "formats.stored.stored_tensors",
-        "formats.stored.whole_sources",
+        "formats.stored_tensors",
+        "formats.whole_sources",
     ),
     "flatparam-comm": (
         "checks",

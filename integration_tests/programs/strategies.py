@@ -10,7 +10,7 @@ import attrs
 from hypothesis import strategies as st
 
 import flatparam_checkpoint  # noqa: F401  # those of checkpoints
-import flatparam_files.formats  # noqa: F401  # all layers, and so all thresholds
+import flatparam_files.formats.detect  # noqa: F401  # all layers, and so all thresholds
 import flatparam_optim  # noqa: F401  # the threshold of matrices
 import flatparam_publish  # noqa: F401  # those of publishing
 from flatparam_core import Threshold, all_thresholds

@@ -43,9 +43,9 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
-    "files": Budget(376, 350),
-    "files under 100 lines": Budget(117, 110),
-    "lines": Budget(64_950, 52_000),
+    "files": Budget(371, 350),
+    "files under 100 lines": Budget(111, 110),
+    "lines": Budget(64_900, 52_000),
     "lines of imports and `__all__`, per mille": Budget(87, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

@@ -263,7 +263,7 @@ import shutil, sys, time
 from pathlib import Path
 from flatparam_comm import ForwardingCollectives, SingleCollectives
 from flatparam_checkpoint import Checkpointer
-from flatparam_files.checkpoint import Ticket
+from flatparam_files.checkpoint.rank_part import Ticket
 
 root, rank, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 temporary = root / ("step-00000001.tmp-" + "0" * 32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatparam_checkpoint import PretrainedFiles, UnreadTensor
 from flatparam_files import TensorInfo
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored
+from flatparam_files.formats.stored_tensors import Storage, Stored
 from flatparam_runtime import Span
 
 

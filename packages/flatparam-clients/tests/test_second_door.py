@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
@@ -22,6 +23,7 @@ import flatparam
 from flatparam_clients.second_door.faces import ShardedParameter
 from flatparam_comm import Collectives
 from flatparam_core import FlatParamError
+from flatparam_runtime import unit_of
 from flatparam_simdev.worlds import run_processes
 
 #: In a list, where `install()` does not find it.
@@ -278,3 +280,37 @@ def test_gradients_are_clipped_beside_plain_ones(norm_type: float, is_frozen: bo
     """The norm of `DTensor`s and plain gradients together is that of one process, where torch's function raises."""
     one, other = run_processes(2, _clipped_beside_plain, norm_type, is_frozen)
     assert all(map(torch.equal, one, other))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """A policy as torch has them from 2.15 on, where `reduce_dtype=None` is the parameters' own dtype."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Any = None
+
+
+def reducing(ranks: Collectives) -> list[Any]:
+    flatparam.install()
+    policies = (
+        package.MixedPrecisionPolicy(torch.bfloat16),
+        MixedPrecisionPolicy(torch.bfloat16),
+        MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+        MixedPrecisionPolicy(),
+    )
+    found = []
+    for policy in policies:
+        (handle,) = unit_of(package.fully_shard(nn.Linear(2, 2), mp_policy=policy)).handles  # type: ignore[union-attr]
+        found.append(handle.gradients.dtype)
+    return found
+
+
+def test_a_policy_has_the_default_of_its_own_torch() -> None:
+    """Gradients are reduced in the dtype that the installed torch would take if a policy names none."""
+    is_later = "param_dtype_override_fn" in package.MixedPrecisionPolicy.__dataclass_fields__
+    of_torch = torch.float32 if is_later else torch.bfloat16
+    expected = [of_torch, torch.float32, torch.bfloat16, torch.float32]
+    assert run_processes(2, reducing) == [expected] * 2

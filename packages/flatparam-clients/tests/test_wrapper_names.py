@@ -60,8 +60,8 @@ def test_gathering_by_hand(async_op: bool, use_orig_params: bool) -> None:
         handle = unit._unshard(async_op)
         if async_op:
             assert isinstance(handle, UnshardHandle)
-            handle_view.wait()
-            handle_view.wait()
+            handle.wait()
+            handle.wait()
         else:
             assert handle is None
         unit._wait_unshard_streams_on_current_stream()

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from flatparam_files.formats.detect import FORMATS, UnknownFormatError, open_source, verify_source
     from flatparam_files.formats.hugging_face import write_hugging_face
     from flatparam_files.formats.own_checkpoint import write_checkpoint
-    from flatparam_files.formats.stored.whole_sources import averages_as_model, cast_model, select, watch
     from flatparam_files.formats.torch_files import write_torch_file
+    from flatparam_files.formats.whole_sources import averages_as_model, cast_model, select, watch
 
 __version__ = "0.1.0"
 
@@ -95,7 +95,7 @@ _HOMES: Final = (
     "formats.detect",
     "formats.hugging_face",
     "formats.own_checkpoint",
-    "formats.stored.whole_sources",
+    "formats.whole_sources",
     "formats.torch_files",
 )
 

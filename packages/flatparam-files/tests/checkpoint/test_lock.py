@@ -19,7 +19,7 @@ for name in ("pread", "pwrite", "register_at_fork", "O_CLOEXEC"):
     if hasattr(os, name):
         delattr(os, name)
 from pathlib import Path
-import flatparam_files.checkpoint
+import flatparam_files.checkpoint.commit, flatparam_files.checkpoint.writer
 from flatparam_files.checkpoint.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire()

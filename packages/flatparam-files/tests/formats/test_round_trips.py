@@ -22,8 +22,8 @@ from flatparam_files.checkpoint.reader import open_checkpoint
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source, TensorInfo
-from flatparam_files.formats.stored.whole_sources import stored_source
 from flatparam_files.formats.torch_files import open_torch_file
+from flatparam_files.formats.whole_sources import stored_source
 
 from .samples import DTYPES, assert_same_source, awkward, contents, same, state, whole
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flatparam_core import Span
 from flatparam_files.disk.source import Box, TensorInfo, row_major_boxes
-from flatparam_files.formats.stored.stored_tensors import Storage, StridedTensor
+from flatparam_files.formats.stored_tensors import Storage, StridedTensor
 from flatparam_files.formats.torch_archive import open_archive
 
 from .samples import awkward, same

@@ -17,8 +17,8 @@ from flatparam_checkpoint.pretrained.unread import UnreadTensor
 from flatparam_files import CheckpointError, TensorInfo, join_path, open_source, select, split_path
 from flatparam_files.disk.source import renamed
 from flatparam_files.disk.system import bytes_view
-from flatparam_files.formats.stored.stored_tensors import Stored, StridedTensor
-from flatparam_files.formats.stored.whole_sources import StoredSource
+from flatparam_files.formats.stored_tensors import Stored, StridedTensor
+from flatparam_files.formats.whole_sources import StoredSource
 from flatparam_runtime import Span
 from flatparam_state.model_tensors import ModelTensor, model_tensors
 

@@ -13,7 +13,7 @@ from flatparam_checkpoint.agreement import raise_told
 from flatparam_checkpoint.pretrained.files import PretrainedFiles
 from flatparam_files import CheckpointError
 from flatparam_files.disk.source import filled
-from flatparam_files.formats.stored.stored_tensors import StridedTensor
+from flatparam_files.formats.stored_tensors import StridedTensor
 from flatparam_runtime import Collectives, Span, Topology
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.model_tensors import ModelTensor, model_tensors

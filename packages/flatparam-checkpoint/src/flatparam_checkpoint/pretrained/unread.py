@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatparam_files import Box, TensorInfo
 from flatparam_files.disk.source import read_boxes
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, row_major
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor, row_major
 from flatparam_runtime import Span
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     ignored = [*(named.pop("ignored_params", None) or ())]
     _check_dimensions(modules, {*ignored})
     named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
+    if "mp_policy" in named:
+        named["mp_policy"] = _with_default_of_torch(named["mp_policy"], modules)
     flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
     faces = DTensorFaces.over(mesh)
@@ -63,6 +66,17 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
 
 def _chunks(name: str, parameter: nn.Parameter) -> LayoutRule:
     return CHUNK
+
+
+def _with_default_of_torch(policy: Any, modules: list[nn.Module]) -> Any:
+    """Return the policy with the dtype of reductions that the torch whose class it is takes if none is named.
+
+    From 2.15 on, whose policies have a function for single parameters, that is the parameters' own dtype.
+    """
+    if not hasattr(policy, "param_dtype_override_fn") or policy.param_dtype is None or policy.reduce_dtype:
+        return policy
+    own = (p.dtype for each in modules for p in each.parameters() if p.is_floating_point())
+    return dataclasses.replace(policy, reduce_dtype=next(own, None))
 
 
 def _mesh_of_all(modules: list[nn.Module]) -> DeviceMesh:

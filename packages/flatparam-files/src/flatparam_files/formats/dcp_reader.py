@@ -14,11 +14,11 @@ from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.limits import MAX_DIMS
 from flatparam_files.disk.source import TensorInfo, read_boxes
 from flatparam_files.disk.system import AnyPath, ByteFile
+from flatparam_files.formats.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged, together
 from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject, read_pickle
-from flatparam_files.formats.stored.arrange import MODEL_KEYS, OPTIMIZER_KEYS, arranged, together
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, check_apart
-from flatparam_files.formats.stored.whole_sources import StoredSource
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor, check_apart
 from flatparam_files.formats.torch_archive import dtype_names, open_archive, plain_dict
+from flatparam_files.formats.whole_sources import StoredSource
 
 METADATA_FILE: Final = ".metadata"
 _SHOWN: Final = 100

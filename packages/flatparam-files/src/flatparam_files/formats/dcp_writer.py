@@ -18,9 +18,9 @@ from flatparam_files.formats.dcp_reader import METADATA_FILE
 from flatparam_files.formats.output import SparseFile, appearing, check_new
 from flatparam_files.formats.pickle_reader import Global
 from flatparam_files.formats.pickle_writer import PickledCall, pickle_of
-from flatparam_files.formats.stored.stored_tensors import Stored
-from flatparam_files.formats.stored.whole_sources import tree_of
+from flatparam_files.formats.stored_tensors import Stored
 from flatparam_files.formats.torch_archive import write_archive
+from flatparam_files.formats.whole_sources import tree_of
 
 _HOME: Final = "torch.distributed.checkpoint.metadata"
 _VERSION: Final = "1.0.0"

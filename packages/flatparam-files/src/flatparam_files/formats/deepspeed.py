@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flatparam_core import Span
 from flatparam_files.disk.source import TensorInfo
+from flatparam_files.formats.arrange import arranged
 from flatparam_files.formats.deepspeed_files import (
     Files,
     RankPart,
@@ -36,9 +37,8 @@ from flatparam_files.formats.deepspeed_files import (
     step_directory,
 )
 from flatparam_files.formats.pickle_reader import Global, InertObject
-from flatparam_files.formats.stored.arrange import arranged
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor
-from flatparam_files.formats.stored.whole_sources import StoredSource
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor
+from flatparam_files.formats.whole_sources import StoredSource
 
 
 def is_deepspeed(path: str | Path) -> bool:

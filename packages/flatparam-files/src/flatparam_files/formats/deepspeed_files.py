@@ -13,7 +13,7 @@ import attrs
 from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.system import ByteFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, InertObject
-from flatparam_files.formats.stored.stored_tensors import StridedTensor
+from flatparam_files.formats.stored_tensors import StridedTensor
 from flatparam_files.formats.torch_archive import TORCH_NAMES, open_archive
 
 # The files

@@ -18,10 +18,10 @@ from flatparam_files.disk.system import AnyPath, ByteFile
 from flatparam_files.formats.dcp_reader import ACCELERATE_DIRECTORIES, is_dcp, open_dcp
 from flatparam_files.formats.deepspeed import is_deepspeed, open_deepspeed
 from flatparam_files.formats.hugging_face import INDEX_FILE, SINGLE_FILE, open_hugging_face
-from flatparam_files.formats.stored.stored_tensors import Storage
-from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source
+from flatparam_files.formats.stored_tensors import Storage
 from flatparam_files.formats.torch_archive import is_archive
 from flatparam_files.formats.torch_files import ACCELERATE_FILES, PYTORCH_FILES, open_torch_file
+from flatparam_files.formats.whole_sources import StoredSource, stored_source
 
 
 class UnknownFormatError(CheckpointError):

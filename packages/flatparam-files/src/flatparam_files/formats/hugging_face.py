@@ -14,8 +14,8 @@ from flatparam_files.disk.safetensors import SafetensorsHeader, TensorFileWriter
 from flatparam_files.disk.source import Source, TensorInfo, join_path, split_path
 from flatparam_files.disk.system import AnyPath, ByteFile
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored, StridedTensor, row_major
-from flatparam_files.formats.stored.whole_sources import StoredSource, select
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor, row_major
+from flatparam_files.formats.whole_sources import StoredSource, select
 
 T = TypeVar("T", bound="HasInfo")
 MAX_SHARD_NBYTES: Final = 5 * 10**9

@@ -14,7 +14,7 @@ from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
 from flatparam_files.disk.system import AnyPath
 from flatparam_files.formats.output import refuse_existing
-from flatparam_files.formats.stored.whole_sources import stored_source
+from flatparam_files.formats.whole_sources import stored_source
 
 
 def write_checkpoint(

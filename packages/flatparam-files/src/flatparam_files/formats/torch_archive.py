@@ -21,7 +21,7 @@ from flatparam_files.disk.system import ByteFile, buffer_of, open_regular
 from flatparam_files.formats.output import Appended, SparseFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, Global, is_key, read_pickle
 from flatparam_files.formats.pickle_writer import Persistent, PickledCall, pickle_of
-from flatparam_files.formats.stored.stored_tensors import (
+from flatparam_files.formats.stored_tensors import (
     Storage,
     Stored,
     StridedTensor,

@@ -9,12 +9,12 @@ from typing import Any, Final
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source
 from flatparam_files.disk.system import AnyPath
+from flatparam_files.formats.arrange import arranged, together
 from flatparam_files.formats.hugging_face import read_shards
 from flatparam_files.formats.output import SparseFile, appearing, check_new
-from flatparam_files.formats.stored.arrange import arranged, together
-from flatparam_files.formats.stored.stored_tensors import Stored
-from flatparam_files.formats.stored.whole_sources import StoredSource, stored_source, tree_of
+from flatparam_files.formats.stored_tensors import Stored
 from flatparam_files.formats.torch_archive import is_archive, open_archive, write_archive
+from flatparam_files.formats.whole_sources import StoredSource, stored_source, tree_of
 
 # What accelerate calls the full model and optimizer of FSDP.
 ACCELERATE_FILES: Final = ("pytorch_model_fsdp.bin", "optimizer.bin")

@@ -12,7 +12,6 @@ if importlib.util.find_spec("flatparam_comm") is None:
         name="flatparam_comm",
     )
 
-from flatparam_simdev.worlds.on_device import World, run_on_device
-from flatparam_simdev.worlds.process_world import run_processes
+from flatparam_simdev.worlds.process_world import World, run_on_device, run_processes
 
 __all__ = ["World", "run_on_device", "run_processes"]

@@ -3,6 +3,8 @@
 multiprocessing's "forkserver" forks them from a process that has imported torch and done nothing with it. A plain fork
 of the caller would be faster still, but children of a process that has run a backward pass cannot run one: autograd's
 threads do not survive a fork.
+
+`run_on_device` gives each of them a simulated device.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import attrs
+import torch
+import torch.distributed as dist
 
 from flatparam_comm import RankDied, RankError, WorldTimeout
+from flatparam_simdev import build
 from flatparam_simdev.worlds.child import STACKS_SIGNAL, ChildPlan, FunctionReference, Report, run_child
 
 T = TypeVar("T")
@@ -201,3 +207,48 @@ def _end(child: _Child) -> None:
     child.process.join()
     child.process.close()
     child.connection.close()
+
+
+@attrs.frozen(eq=False)
+class World:
+    """The facts that a rank is told.
+
+    Attributes:
+        rank: the number of this rank.
+        size: the number of ranks.
+        device: the simulated device of this process.
+        group: all ranks, over the simulated backend.
+        cpu_group: all ranks, over gloo; torch's default group.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
+
+
+def run_on_device(world_size: int, function: Callable[..., T], *args: Any, timeout: float = 600) -> list[T]:
+    """Run `function(world, *args)` in each of `world_size` processes with a device; returns the results in rank order.
+
+    Function, arguments, results and errors are as for `run_processes`. A collective fails after half of `timeout`, in
+    seconds.
+
+    Raises:
+        CannotBuild: where there is no compiler, or where it fails.
+    """
+    build.built()
+    reference, payload = FunctionReference.of(function), pickle.dumps(args)
+    return run_processes(
+        world_size, _as_rank, reference, payload, timeout, timeout=timeout, pg_timeout=timeout / 2
+    )
+
+
+def _as_rank(collectives: Any, reference: FunctionReference, payload: bytes, timeout: float) -> Any:
+    # The function's module first, as the arguments may be of its classes.
+    function, args = reference.resolve(), pickle.loads(payload)
+    from flatparam_simdev import device  # registers it, in this process only
+
+    group = dist.new_group(backend=device.DEVICE.type, timeout=timedelta(seconds=timeout / 2))
+    world = World(collectives.rank, collectives.size, device.DEVICE, group, collectives.group)
+    return function(world, *args)

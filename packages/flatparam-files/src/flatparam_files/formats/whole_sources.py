@@ -14,7 +14,7 @@ from flatparam_core import Span
 from flatparam_files.checkpoint.reader import CheckpointReader
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source, TensorInfo, chunk_spans, join_path, split_path
-from flatparam_files.formats.stored.stored_tensors import Storage, Stored
+from flatparam_files.formats.stored_tensors import Storage, Stored
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.source import join_path, split_path
-from flatparam_files.formats.stored.stored_tensors import Stored
+from flatparam_files.formats.stored_tensors import Stored
 
 MODEL_KEYS: Final = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS: Final = (

@@ -1,1 +1,0 @@
-"""Checkpoints as sources over stored tensors, and the trees of other programs brought into that form."""
