@@ -31,7 +31,7 @@ def cast(fsdp: Any, rank: int) -> Off:
     return off(model, plain, seeded(dtype=BF16), most=0.1)
 
 
-@row("pytorch#186998", "Frozen layers in bf16 beside norms in fp32, which are trained.", own=True)
+@row("pytorch#186998", "Frozen layers in bf16 beside norms in fp32, which are trained.")
 def frozen_in_bf16(fsdp: Any, rank: int) -> Off:
     model, plain = seeded(dtype=BF16), seeded(dtype=BF16)
     for each in (model, plain):
