@@ -228,7 +228,7 @@ def clients(session: nox.Session) -> None:
     if not session.posargs:
         # The tables of docs/guides/client-peft.md and from-fsdp2.md.
         environment.run("-m", "integration_tests.clients.page", env=quiet)
-        environment.run("-m", "integration_tests.clients.cells", cells, env=quiet)
+        environment.run("-m", "integration_tests.clients.cells", str(cells), env=quiet)
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
