@@ -28,7 +28,7 @@ PROGRAMS: Final = {
     "on a disk": Program(scenario="asleep_on_a_disk", optimizer="adam"),
     "offloaded, on a disk": Program(scenario="asleep_on_a_disk", optimizer="adam", offload=True),
 }
-EXCHANGE: Final = "process_group/exchanging.py"
+EXCHANGE: Final = "process_group/groups.py"
 """Where ranks tell each other, in a few bytes, whether one has failed."""
 
 
