@@ -17,7 +17,7 @@ final callback       the autograd run                `BackwardPass.finish`   RED
 ===================  ==============================  ======================  ==========================
 
 A wrapper calls its unit's module by `call_unit`, around all hooks of that module. A unit in place has the two hooks
-instead. This file registers those of the module, when a unit is made, and `unit/inner_call.py` replaces a method by
+instead. This file registers those of the module, when a unit is made, and `unit/calls.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
 two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
 begins. A forward call that reads a parameter of a sharded unit (`self.head.weight`) reaches `lending._read`.
