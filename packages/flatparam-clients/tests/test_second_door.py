@@ -275,6 +275,37 @@ def test_a_tie_of_two_units_after_sharding_is_trained_as_one() -> None:
     run_processes(2, tied_afterwards)
 
 
+def untied_afterwards(ranks: Collectives, gives_plain: bool) -> None:
+    flatparam.install()
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    twin = copy.deepcopy(module)
+    for child in module:
+        package.fully_shard(child)
+    package.fully_shard(module)
+    mesh, whole = module[0].weight.device_mesh, torch.arange(12.0).view(4, 3) / 12
+    module[1].weight = module[0].weight
+    module(torch.tensor([1, 2]))
+    given: Any = distribute_tensor(whole, mesh, [Shard(0)])
+    module[1].weight = nn.Parameter(given.to_local().clone() if gives_plain else given)
+    module(torch.tensor([1, 2]))
+    twin[1].weight = nn.Parameter(whole.clone())
+    for model in (module, twin):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            model(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for child, expected in zip(module, twin, strict=True):
+        torch.testing.assert_close(child.weight.full_tensor(), expected.weight.detach())
+
+
+@pytest.mark.parametrize("gives_plain", [False, True])
+def test_a_tie_ends_when_one_place_gets_a_parameter_of_its_own(gives_plain: bool) -> None:
+    """Each then has its own values and gradients, as in one process."""
+    run_processes(2, untied_afterwards, gives_plain)
+
+
 def _clipped_beside_plain(world: Collectives, norm_type: float, is_frozen: bool) -> list[torch.Tensor]:
     """Clip sharded parameters beside one that is not; each rank has the same loss. Return norms and gradients."""
     found = []

@@ -67,7 +67,7 @@ class Chunks:
         return torch.cat(self._in_flat(full), dim=1).view(-1)
 
     def join(self, parts: Mapping[int, torch.Tensor], shards: torch.Tensor) -> None:
-        """Fill `shards`, 1-D, by one call.
+        """Fill `shards`, 1-D, the shards of all ranks end to end, by one call.
 
         Args:
             parts: parameters by index, each in its shape; zeros stand for those that are left out.
@@ -93,7 +93,7 @@ class Chunks:
         if full.is_cpu:
             torch._foreach_copy_(blocks, self._in_shards(shards))
         else:
-            # One kernel, which rows that are apart would be spread over by the other call.
+            # One kernel for all; the other call launches one for each block whose rows lie apart.
             rows = shards.view(self.world_size, -1)
             torch.split_with_sizes_copy(rows, self.numels, dim=1, out=blocks)
 
