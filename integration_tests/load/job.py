@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -84,7 +85,10 @@ class Resources(NamedTuple):
     """What this process holds, once its garbage is collected."""
 
     nbytes: int
-    """Resident bytes; the pages of files (code and the like) come and go with the machine and do not count."""
+    """Bytes that are allocated and not freed, and shared memory that is mapped.
+
+    Not the resident bytes: how many pages an allocator keeps, and when, is up to the machine and its load.
+    """
 
     objects: int
     """Objects of Python that can hold others and came into being after `gc.freeze()`."""
@@ -102,10 +106,33 @@ def status_nbytes(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
+class _Mallinfo2(ctypes.Structure):
+    """The statistics of glibc's allocator: mallinfo2(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _allocated_nbytes() -> int:
+    """Bytes that this process has from malloc, in all arenas and in mappings; without glibc, anonymous resident ones."""
+    try:
+        count = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return status_nbytes("RssAnon")
+    count.restype = _Mallinfo2
+    found = count()
+    return int(found.uordblks + found.hblkhd)
+
+
 def resources() -> Resources:
     """Collect garbage, and count what this process holds."""
     gc.collect()
-    nbytes = status_nbytes("RssAnon") + status_nbytes("RssShmem")
+    nbytes = _allocated_nbytes() + status_nbytes("RssShmem")
     return Resources(
         nbytes, len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()
     )
