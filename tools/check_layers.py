@@ -76,9 +76,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint.state_dict",
         "fully_sharded_data_parallel",
         "in_place.module",
-        "observing.debug_log",
-        "observing.picture",
-        "observing.traces",
+        "debug_log",
         "resolving.arguments",
         "sharding.extensions",
         "state.load_hooks",
@@ -99,9 +97,8 @@ TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fs
 COMPATIBILITY: Final = ("flatparam-clients", ("installing.py", "names.py"))
 # Those of FSDP1's private modules.
 FACADES: Final = "flatparam_clients.private"
-# What passes names of the layer beneath on, and the module of each that does.
+# What passes names of the layer beneath on: those to which its own signatures lead.
 PASSING_ON: Final = ("flatparam-comm", "flatparam-runtime", "flatparam-state")
-VOCABULARY: Final = "vocabulary"
 # The layers that promise names of add-ons or tools, which they import under `if TYPE_CHECKING:` alone.
 PROMISED: Final = {
     "flatparam": tuple(ADDONS),
@@ -450,27 +447,27 @@ def _distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found.group(0)).lower() if found else requirement
 
 
-def check_vocabulary(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """What a layer passes on of those beneath stands in its module `vocabulary`, and its own signatures lead to it."""
+def check_what_is_passed_on(packages: dict[str, Package], root: Path) -> Iterator[str]:
+    """To each name that a layer's `__init__` passes on of those beneath, the layer's own signatures lead."""
     known = _Annotations.of(packages)
     layers = {package.module for package in packages.values() if package.name in LAYERS}
     for package in packages.values():
         # The wrapper is not built upon; its facade has names of all layers.
         if package.name not in PASSING_ON:
             continue
-        init, module = f"src/{package.module}/__init__.py", f"{package.module}.{VOCABULARY}"
-        for source in package.sources:
-            if source.path != package.path / init:
-                continue
-            public = package.public_names() or set()
-            for use in source.uses:
-                top = use.module.partition(".")[0]
-                if top != package.module and top in layers and use.name.rpartition(".")[2] in public:
-                    yield f"{source.shown}:{use.line}: passes {use.name} on; take it from {module}, which says why"
+        init, public = package.path / "src" / package.module / "__init__.py", package.public_names() or set()
+        uses = (
+            use for source in package.sources if source.path == init for use in source.uses if not use.typing
+        )
+        passed = {
+            use.name.rpartition(".")[2]
+            for use in uses
+            if use.module.partition(".")[0] in layers - {package.module}
+        }
         reached = known.reached_from(package)
-        for name in sorted(package.public_names(VOCABULARY) or ()):
+        for name in sorted(passed & public):
             if name not in reached and name not in known.names_of_things and name not in ALSO_PASSED_ON:
-                yield f"packages/{package.name}: {module} passes {name} on, to which none of its signatures leads"
+                yield f"packages/{package.name}: passes {name} on, to which none of its signatures leads"
 
 
 @dataclass(frozen=True)
@@ -550,7 +547,7 @@ RULES: Final[tuple[Callable[[dict[str, Package], Path], Iterator[str]], ...]] = 
     check_torch_fsdp_is_known_in_one_place,
     check_facades_are_not_used,
     check_dependencies,
-    check_vocabulary,
+    check_what_is_passed_on,
 )
 
 

@@ -145,7 +145,7 @@ NOT_TWINNED: Final = MappingProxyType(
         f"{_STATE}/test_optimizer_misfits.py::test_a_parameter_that_cannot_be_copied_on_one_rank": _SPARSE,
         f"{_PUBLISH}/test_full_tensors.py::test_bytes_on_the_wire": _BY_HAND,
         f"{_LIFTED}/test_clipping.py::test_l36_a_norm_that_is_not_finite": _BY_HAND,
-        f"{_INTERFACE}/observing/test_trace.py::test_the_line_is_the_formula": _BY_HAND,
+        "packages/flatparam-plan/tests/test_recorder.py::test_the_line_is_the_formula": _BY_HAND,
         f"{_INTERFACE}/test_deferred_init.py::test_buffers_of_a_unit_without_parameters": _CPU_BY_NAME,
         f"{_INTERFACE}/test_environment_switches.py::test_fake_reduce": _BY_HAND,
         "integration_tests/test_load_pretrained.py::test_memory": "it counts memory of the host",

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import platform
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ if __name__ == "__main__":
 from pages import ROOT, between, fill, table
 
 PAGE: Final = ROOT / "docs" / "plans.md"
+GUIDE: Final = ROOT / "docs" / "guides" / "will-it-fit.md"
 PICTURE: Final = ROOT / "docs" / "pictures" / "plan.svg"
 TIMES_HEAD: Final = ("model", "transport", "predicted", "median", "middle half", "error")
 CHOICE_HEAD: Final = ("planned beside each block", "transport", "ratio of steps", "middle half", "faster in")
@@ -97,25 +99,14 @@ def choice() -> None:
 
 
 def picture() -> str:
-    """The predicted step of a Llama-like model of eight blocks on 16 cards of two hosts."""
-    import torch
+    """The picture of the command that the guide begins with."""
+    from flatparam.command import main as flatparam
 
-    from flatparam import plan
-    from plans.models import llama
-
-    sizes = {"layers": 8, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256}
-    found = plan(
-        lambda: llama(**sizes),
-        sequence=4096,
-        world_size=16,
-        wrap="LlamaBlock",
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        device="accelerator",
-        profile="h100",
-    )
-    assert found.prediction is not None, "a profile was given"
-    return found.prediction.picture("svg")
+    command = GUIDE.read_text(encoding="utf-8").partition("$ flatparam ")[2].partition("```")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.svg"
+        flatparam([*command.replace("\\\n", " ").split(), "--svg", str(path)])
+        return path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

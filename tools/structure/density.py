@@ -42,7 +42,7 @@ def figures_of(house: House, root: Path) -> dict[str, int]:
         "lines of the longest function": max(lengths, default=0),
         "public names of the layers": sum(len(public.get(_module_of(layer), ())) for layer in LAYERS),
         "public names that layers pass on": sum(
-            len(public.get(f"{_module_of(layer)}.vocabulary", ())) for layer in LAYERS
+            _passed_on(house, layer, public) for layer in LAYERS if layer != "flatparam"
         ),
         'docstrings "See `X`"': sum(text.startswith("See `") for text in _docstrings(house)),
         "function docstrings without a verb": sum(
@@ -96,6 +96,15 @@ def _public_names(house: House) -> Mapping[str, set[str]]:
                 constants = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
                 found[module.name] = {each.value for each in constants if isinstance(each.value, str)}
     return found
+
+
+def _passed_on(house: House, layer: str, public: Mapping[str, set[str]]) -> int:
+    """Count the public names of a layer that its `__init__` takes from the layer beneath."""
+    name = _module_of(layer)
+    beneath = {_module_of(each) for each in LAYERS} - {name}
+    nodes = (node for module in house.modules if module.name == name for node in module.tree.body)
+    found = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in beneath)
+    return len({each.name for node in found for each in node.names} & public.get(name, set()))
 
 
 def _messages(house: House) -> Iterator[str]:

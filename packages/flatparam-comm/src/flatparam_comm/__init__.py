@@ -57,7 +57,7 @@ from flatparam_comm.transfer.gather import Gather
 from flatparam_comm.transfer.reduction import Averaging, Reduced, Reducer, Reduction, gradient_divisors
 from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, acting_as, streams_of
 from flatparam_comm.transfer.uneven import gather_shards
-from flatparam_comm.vocabulary import (
+from flatparam_core import (
     FLAT_PARAM,
     BoundParameter,
     Box,

@@ -5,15 +5,15 @@ The names are imported on first use, so that the command line can answer without
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from flatparam.addons import lazily
 
 if TYPE_CHECKING:
     from flatparam_plan.costs import measure
-    from flatparam_plan.plan_error import PlanError
     from flatparam_plan.planned_policy import PlannedPolicy, planned
     from flatparam_plan.planner import plan
+    from flatparam_plan.recorder import trace
     from flatparam_plan.report import Plan
     from flatparam_plan.training import Setup, TrainingProgram, train
 
@@ -28,14 +28,21 @@ __all__ = [
     "measure",
     "plan",
     "planned",
+    "trace",
     "train",
 ]
 
+
+@final
+class PlanError(RuntimeError):
+    """A program, or a setup, that cannot be planned; the message says why, and what to do."""
+
+
 _HOMES = {
-    "flatparam_plan.plan_error": ("PlanError",),
     "flatparam_plan.planner": ("plan",),
     "flatparam_plan.costs": ("measure",),
     "flatparam_plan.planned_policy": ("PlannedPolicy", "planned"),
+    "flatparam_plan.recorder": ("trace",),
     "flatparam_plan.report": ("Plan",),
     "flatparam_plan.training": ("Setup", "TrainingProgram", "train"),
 }

@@ -13,7 +13,6 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.observing.traces import nothing_recorded
 from flatparam_comm import ByteLedger, NoStreams, SingleCollectives, Topology, acting_as
 from flatparam_core import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES
 from flatparam_files import without_collector
@@ -22,6 +21,7 @@ from flatparam_plan.hollow.arena import Log
 from flatparam_plan.hollow.blank import without_compiler
 from flatparam_plan.hollow.hollow_memory import HollowMemory
 from flatparam_plan.hollow.kernels import Work, operands_of
+from flatparam_plan.recorder import nothing_recorded
 from flatparam_plan.training import Call, Setup, Trained, TrainingProgram, train
 from flatparam_runtime import Event, Unit, UnitPlan, observe, shard_module, tree_of, units_in
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import attrs
 
-from flatparam.observing.picture import columns, shown_flops, shown_nbytes
+from flatparam_files.command import shown_nbytes
 from flatparam_plan.costs import Costs
+from flatparam_plan.picture import columns, shown_flops
 from flatparam_plan.rehearsal import Rehearsal, UnitFacts
 from flatparam_plan.training import Setup
 

@@ -8,16 +8,23 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.observing.picture import Curve, Picture, Piece, columns, shown_seconds
 from flatparam_comm import sent_nbytes
 from flatparam_plan.hardware.profile import AnyProfile, Profile, profile_named
 from flatparam_plan.hardware.stretches import Stretches, Timings
+from flatparam_plan.picture import (
+    COMMUNICATION,
+    COMPUTING,
+    PHASE,
+    WAITING,
+    Curve,
+    Picture,
+    Piece,
+    columns,
+    shown_seconds,
+)
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Call
 
-COMPUTING: Final = "computing"
-COMMUNICATION: Final = "communication"
-WAITING: Final = "waiting"
 _ERROR: Final = (
     "ten of twelve such predictions were within 10 % of the median, "
     "the others 11 % below and 20 % above (docs/plans.md)"
@@ -209,9 +216,11 @@ def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = Non
     flops = 0
     stage, began = "forward", 0.0
     heights: list[tuple[float, int]] = []
+    phases: list[Piece] = []
     for place, entry in enumerate(step):
         if entry.kind == "stage":
             parts[stage] += streams.compute - began
+            phases.append(Piece(PHASE, stage, stage, began, streams.compute))
             stage, began = entry.stage, streams.compute
         if measured is not None:
             flops += sum(found.works[number].flops for number in found.kernels[entry.start : entry.stop])
@@ -226,6 +235,7 @@ def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = Non
             streams.wait(entry.call)
         heights.append((streams.compute, found.log.sizes[entry.place - 1] if entry.place else 0))
     parts[stage] += streams.compute - began
+    phases.append(Piece(PHASE, stage, stage, began, streams.compute))
     end = max(streams.compute, streams.send)
     peak = max(height for _, height in heights)
     return Prediction(
@@ -237,7 +247,7 @@ def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = Non
         streams.exposed,
         streams.behind,
         flops,
-        tuple(streams.pieces),
+        tuple(piece for piece in (*phases, *streams.pieces) if piece.end > piece.begin),
         Curve("memory", tuple(heights), found.costs.steps[-1].peak if found.costs.steps else peak),
         timings,
     )

@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
     from flatparam.in_place.applying import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from flatparam.in_place.module import FSDPModule, register_fsdp_forward_method
-    from flatparam.observing.traces import trace
     from flatparam.spread import clip_grad_norm_
     from flatparam.wrapper.training import UnshardHandle
     from flatparam_checkpoint import Checkpointer, Loaded, PretrainedReport, load_pretrained
     from flatparam_clients import Installation, install, uninstall
     from flatparam_core import FlatParameter
     from flatparam_files import CheckpointError
-    from flatparam_plan import Plan, PlanError, plan
+    from flatparam_plan import Plan, PlanError, plan, trace
     from flatparam_publish import (
         GroupChannel,
         Mailbox,
@@ -132,13 +131,12 @@ _HOMES = {
     ),
     "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
-    "flatparam.observing.traces": ("trace",),
     "flatparam.wrapper.training": ("UnshardHandle",),
     "flatparam_checkpoint": ("Checkpointer", "Loaded", "PretrainedReport", "load_pretrained"),
     "flatparam_clients": ("Installation", "install", "uninstall"),
     "flatparam_core": ("FlatParameter",),
     "flatparam_files": ("CheckpointError",),
-    "flatparam_plan": ("Plan", "PlanError", "plan"),
+    "flatparam_plan": ("Plan", "PlanError", "plan", "trace"),
     "flatparam_publish": (
         "GroupChannel",
         "Mailbox",

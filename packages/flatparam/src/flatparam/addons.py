@@ -17,6 +17,7 @@ _KNOWN: Final = {
     "ckpt": "flatparam_files.command:add",
     "plan": "flatparam_plan.command:add",
     "run": "flatparam_clients.programs:add",
+    "trace": "flatparam_plan.command.trace_command:add_trace",
 }
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
 _ADDONS: Final = (

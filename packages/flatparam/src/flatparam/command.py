@@ -7,14 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from flatparam import __version__
 from flatparam.addons import commands, load
-
-if TYPE_CHECKING:
-    from flatparam.observing.picture import Picture
 
 __all__ = ["main"]
 
@@ -69,17 +65,6 @@ def _run_program(arguments: Sequence[str], *, traces: str | None = None) -> int:
     return status
 
 
-_TRACE_EXAMPLES: Final = """\
-examples:
-  flatparam trace --out traces train.py --steps 3
-  torchrun --nproc-per-node 2 -m flatparam trace --out traces train.py --steps 3
-  FLATPARAM_TRACE=traces torchrun --nproc-per-node 2 train.py --steps 3
-  flatparam trace draw both.svg traces/rank0.json traces/rank1.json
-  flatparam trace diff traces/rank0.json plan.json
-
-"""
-
-
 class _Versions(argparse.Action):
     """Show the versions and exit; torch's is read from its metadata."""
 
@@ -114,7 +99,6 @@ def parser(shared: Any) -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Versions)
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     _add_those_of_addons(groups)
-    _add_trace(groups, shared)
     return top
 
 
@@ -130,82 +114,3 @@ def _add_those_of_addons(groups: argparse._SubParsersAction[argparse.ArgumentPar
             lacking.add_argument(str(error), action=_Lacking, nargs="*")
         else:
             add(groups)
-
-
-def _add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser], shared: Any) -> None:
-    """Add `trace`, with its commands."""
-    text = "record, draw and compare traces: of runs (flatparam.trace) and of plans (flatparam plan --trace)"
-    added = groups.add_parser(
-        "trace",
-        help=text,
-        usage="flatparam trace [-h] COMMAND ...\n       flatparam trace --out FOLDER [--] SCRIPT ...\n"
-        "       flatparam trace --out FOLDER -m MODULE ...",
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=_TRACE_EXAMPLES + shared.STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    added.add_argument(
-        "--out", metavar="FOLDER", help="run a program as `flatparam run` does; each rank leaves a trace here"
-    )
-    # By default it would be the whole usage above.
-    commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
-    draw = shared.add_command(
-        commands, "draw", "draw the traces of one or more ranks as one SVG picture", __name__, "draw"
-    )
-    draw.add_argument("picture", metavar="SVG", type=Path, help="the picture to write")
-    draw.add_argument("traces", metavar="TRACE", type=Path, nargs="+", help="a trace")
-    diff = shared.add_command(
-        commands, "diff", "show where two traces differ, in calls and in time", __name__, "diff"
-    )
-    diff.add_argument("first", metavar="A", type=Path, help="a trace")
-    diff.add_argument("second", metavar="B", type=Path, help="another")
-
-
-def draw(chosen: argparse.Namespace) -> int:
-    """Write one picture of all traces; a file that is there stays."""
-    from flatparam.observing.picture import Picture
-
-    shared = load("flatparam_files.command")
-    if chosen.picture.suffix.lower() != ".svg":
-        raise shared.ArgumentsError(
-            f"{chosen.picture}: expected the name of the picture first, one that ends in .svg"
-        )
-    if chosen.picture.exists():
-        raise shared.ArgumentsError(
-            f"{chosen.picture} is there already: choose a different name, or delete it"
-        )
-    pictures = [_read(path) for path in chosen.traces]
-    whole = pictures[0] if len(pictures) == 1 else Picture.together(pictures)
-    chosen.picture.write_text(whole.svg(), encoding="utf-8")
-    return 0
-
-
-def diff(chosen: argparse.Namespace) -> int:
-    """Show the pieces that the traces have differently often, and each piece's times; returns 1 if any does."""
-    from flatparam.observing.picture import columns, shown_seconds
-
-    first, second = _read(chosen.first), _read(chosen.second)
-    mine, theirs = first.totals(), second.totals()
-    rows = [["", first.title, second.title, "", ""]]
-    differs = False
-    for lane, name in [*mine, *(key for key in theirs if key not in mine)]:
-        (count, seconds), (others, other_seconds) = (
-            each.get((lane, name), (0, 0.0)) for each in (mine, theirs)
-        )
-        differs = differs or count != others
-        told = "" if count == others else f"{count} beside {others} times"
-        factor = f"x {other_seconds / seconds:.2f}" if seconds and other_seconds else ""
-        rows.append([f"{lane}: {name}", shown_seconds(seconds), shown_seconds(other_seconds), factor, told])
-    rows.append(["the whole", shown_seconds(first.length), shown_seconds(second.length), "", ""])
-    for line in columns(rows):
-        load("flatparam_files.command").say(line)
-    return 1 if differs else 0
-
-
-def _read(path: Path) -> Picture:
-    from flatparam.observing.picture import Picture
-
-    try:
-        return Picture.read(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise load("flatparam_files.command").ArgumentsError(f"{path}: {error}") from error

@@ -2,10 +2,10 @@
 
 from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, main, natural, nbytes_of
 from flatparam_files.command.shared import (
-    STATUS,
     ArgumentsError,
     Parser,
     add_command,
+    exit_statuses,
     run,
     say,
     scaled,
@@ -14,12 +14,12 @@ from flatparam_files.command.shared import (
 
 __all__ = [
     "DTYPES",
-    "STATUS",
     "ArgumentsError",
     "Parser",
     "add",
     "add_command",
     "dtype_name",
+    "exit_statuses",
     "main",
     "natural",
     "nbytes_of",

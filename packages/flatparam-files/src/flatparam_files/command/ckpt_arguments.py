@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from flatparam_files.command.shared import STATUS, Commands, Parser, add_command, run
+from flatparam_files.command.shared import Commands, Parser, add_command, exit_statuses, run
 
 FORMATS: Final = ("flatparam", "safetensors", "deepspeed", "dcp", "torch")
 """The formats that are read."""
@@ -40,7 +40,7 @@ def add(groups: Commands) -> None:
         "ckpt",
         help="inspect, verify, compare and convert checkpoints",
         description="Inspect, verify, compare and convert checkpoints, whatever their size.",
-        epilog=_EXAMPLES + STATUS,
+        epilog=_EXAMPLES + exit_statuses("the checkpoints differ, or the checkpoint is damaged"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = checkpoints.add_subparsers(metavar="COMMAND", required=True)
@@ -57,7 +57,7 @@ def _add_inspect_and_verify(commands: Commands) -> None:
     added.add_argument("--depth", type=natural, help="show this many levels of the tree")
     _add_reading(added)
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
-    added = add_command(commands, "verify", text, f"{_HERE}.ckpt_commands", "verify")
+    added = add_command(commands, "verify", text, f"{_HERE}.ckpt_commands", "verify", one="it is damaged")
     added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
     _add_reading(added, parts=False)
     _add_progress(added)
@@ -65,7 +65,7 @@ def _add_inspect_and_verify(commands: Commands) -> None:
 
 def _add_diff(commands: Commands) -> None:
     text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
-    added = add_command(commands, "diff", text, f"{_HERE}.ckpt_commands", "diff")
+    added = add_command(commands, "diff", text, f"{_HERE}.ckpt_commands", "diff", one="they differ")
     added.add_argument("first", metavar="A", help="a checkpoint")
     added.add_argument("second", metavar="B", help="another")
     added.add_argument(

@@ -11,19 +11,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, NoReturn, TextIO, TypeAlias
+from typing import NoReturn, TextIO, TypeAlias
 
 from flatparam_files.disk.limits import without_collector
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a parser has its commands."""
-STATUS: Final = """\
-exit status:
-  0    all is well
-  1    the checkpoints differ, or the checkpoint is damaged
-  2    the arguments are wrong, or an input cannot be read
-  130  interrupted (143: terminated); nothing half written is left
-"""
+
+
+def exit_statuses(one: str = "") -> str:
+    """Return what the exit statuses of a command mean, for the end of its help; `one` is what 1 says, if it can be."""
+    told = {"0": "all is well", "1": one, "2": "the arguments are wrong, or an input cannot be read"}
+    told["130"] = "interrupted (143: terminated); nothing half written is left"
+    return "\n".join(["exit status:", *(f"  {status:4} {text}" for status, text in told.items() if text), ""])
 
 
 class ArgumentsError(Exception):
@@ -39,9 +39,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Commands, name: str, text: str, module: str, function: str
+    commands: Commands, name: str, text: str, module: str, function: str, *, one: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command that does `text`, by calling a function of a module that is imported when the command is run."""
+    """Add a command that does `text`, by calling a function of a module that is imported when the command is run.
+
+    Args:
+        one: what the exit status 1 says, if the command can end with it.
+    """
 
     def run_it(chosen: argparse.Namespace) -> int:
         with without_collector():
@@ -53,7 +57,7 @@ def add_command(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=STATUS,
+        epilog=exit_statuses(one),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     added.set_defaults(run=run_it)

@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 from typing import Any, Final
 
-from flatparam_files.command import DTYPES, STATUS, dtype_name, natural, nbytes_of
+from flatparam_files.command import DTYPES, dtype_name, exit_statuses, natural, nbytes_of
 
 _EXAMPLES: Final = """\
 examples:
@@ -33,7 +33,7 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "plan",
         help="what training a model will cost each rank, before it runs: memory, bytes sent, time",
         description="Say what training a model will cost each rank, before it runs.",
-        epilog=_EXAMPLES + STATUS,
+        epilog=_EXAMPLES + exit_statuses("--check has found a difference"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     added.set_defaults(run=_run)

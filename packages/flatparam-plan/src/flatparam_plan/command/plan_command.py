@@ -18,13 +18,14 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.observing.picture import columns, shown_nbytes, shown_seconds
-from flatparam_files.command import ArgumentsError
+from flatparam_files.command import ArgumentsError, shown_nbytes
+from flatparam_plan import PlanError
 from flatparam_plan.costs import measure
 from flatparam_plan.hardware.profile import device_of
+from flatparam_plan.picture import columns, shown_seconds
 from flatparam_plan.planner import plans_of
 from flatparam_plan.report import Plan
-from flatparam_plan.training import PlanError, Setup, TrainingProgram
+from flatparam_plan.training import Setup, TrainingProgram
 
 
 def run(chosen: argparse.Namespace) -> int:

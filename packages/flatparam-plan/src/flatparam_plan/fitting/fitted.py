@@ -7,8 +7,9 @@ from typing import Any, final
 
 import attrs
 
-from flatparam.observing.picture import columns, shown_nbytes, shown_seconds
+from flatparam_files.command import shown_nbytes
 from flatparam_plan.named_units import NamedUnits
+from flatparam_plan.picture import columns, shown_seconds
 from flatparam_plan.report import Plan, UnitCosts
 from flatparam_plan.training import Setup
 

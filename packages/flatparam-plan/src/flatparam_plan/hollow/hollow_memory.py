@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatparam_plan import PlanError
 from flatparam_plan.hollow.arena import Arena, Block, Log
 from flatparam_plan.hollow.kernels import Kernel, Work, operands_of
 from flatparam_plan.hollow.operations import (
@@ -34,7 +35,6 @@ from flatparam_plan.hollow.unwatched import (
     looks_at_values,
     owners_if_alone,
 )
-from flatparam_plan.plan_error import PlanError
 
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can give a storage addresses of ours; if not, torch allocates them, and they stay untouched."""

@@ -1,6 +1,5 @@
 """The training program that is planned, and how it is run on its ranks."""
 
-from flatparam_plan.plan_error import PlanError
 from flatparam_plan.training.lone_rank import Call
 from flatparam_plan.training.program import Inputs, Trained, TrainingProgram, Watcher, train, train_step
 from flatparam_plan.training.setup import STRATEGIES, Setup
@@ -9,7 +8,6 @@ __all__ = [
     "STRATEGIES",
     "Call",
     "Inputs",
-    "PlanError",
     "Setup",
     "Trained",
     "TrainingProgram",

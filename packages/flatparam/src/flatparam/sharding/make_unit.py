@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from flatparam.addons import tell_clients
-from flatparam.observing import debug_log, traces
+from flatparam import debug_log
+from flatparam.addons import load, tell_clients
 from flatparam.resolving.parameters import Ignored
 from flatparam.resolving.settings import Resolved, ResolvedTree
 from flatparam.sharding import extensions, placement
@@ -99,7 +99,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
-        traces.record(unit, resolved.environment.trace_folder)
+        load("flatparam_plan.recorder").record(unit, resolved.environment.trace_folder)
     mark_for_compiler(modules)
     return unit
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam.observing.debug_log import SimpleProfiler
+from flatparam.debug_log import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.saving import modules_of_unit
 from flatparam.wrapper.interior import Interior, TreeLoad, interior_of

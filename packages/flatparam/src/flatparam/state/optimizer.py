@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flatparam.api import StateDictType
-from flatparam.observing.debug_log import SimpleProfiler
+from flatparam.debug_log import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.form_settings import default_settings, form_of, settings_of
 from flatparam_comm import resolve_topology, telling

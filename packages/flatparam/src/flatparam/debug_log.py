@@ -22,26 +22,24 @@ from flatparam_runtime import Event, Unit
 _LOGGER = logging.getLogger(__name__)
 
 
+@attrs.define
 class _Times:
     """The seconds spent so far on each thing, and what is being measured."""
 
-    def __init__(self) -> None:
-        self.results: dict[str, float] = collections.defaultdict(float)
-        self.profiling: set[str] = set()
-
-
-class _TimesOfThread(threading.local):
-    def __init__(self) -> None:
-        self.times = _Times()
+    results: dict[str, float] = attrs.field(factory=lambda: collections.defaultdict(float))
+    profiling: set[str] = attrs.field(factory=set)
 
 
 _OF_PROCESS = _Times()
-_OF_THREAD = _TimesOfThread()
+_OF_THREAD = threading.local()
 
 
 def _times() -> _Times:
     """Return those of this rank: of the process, or of this thread if the ranks are threads."""
-    return _OF_PROCESS if current_collectives() is None else _OF_THREAD.times
+    if current_collectives() is None:
+        return _OF_PROCESS
+    times: _Times = vars(_OF_THREAD).setdefault("times", _Times())
+    return times
 
 
 @attrs.frozen

@@ -7,21 +7,31 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
-from torch import nn
+from torch import nn, optim
 
-from flatparam.observing.debug_log import rank_here
-from flatparam.observing.picture import Curve, Picture, Piece
-from flatparam_runtime import BackwardOrder, Event, Unit, observe, units_in
+from flatparam.debug_log import rank_here
+from flatparam_plan.picture import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTING,
+    FORWARD,
+    PHASE,
+    STEP,
+    WAITING,
+    Curve,
+    Picture,
+    Piece,
+)
+from flatparam_runtime import BackwardOrder, Event, Phase, Unit, observe, units_in
 
-COMPUTING: Final = "computing"
-COMMUNICATION: Final = "communication"
-WAITING: Final = "waiting"
+_LANES: Final = (PHASE, COMPUTING, COMMUNICATION, WAITING)
 _ROOT: Final = "(root)"
 
 
@@ -45,16 +55,39 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     recorder = Recorder()
     for unit in units_in(model):
         recorder.units[unit.module] = unit
-    hooks = nn.modules.module
-    before = hooks.register_module_forward_pre_hook(recorder.enters)
-    after = hooks.register_module_forward_hook(recorder.leaves, always_call=True)
+    hooks = _watch({rank_here(): recorder})
     try:
         with observe(model, recorder):
             yield
     finally:
-        before.remove()
-        after.remove()
+        for hook in hooks:
+            hook.remove()
         Path(path).write_text(recorder.picture(Path(path).stem).chrome(), encoding="utf-8")
+
+
+def _watch(recorders: Mapping[int, Recorder]) -> list[Any]:
+    """Tell the recorders, by rank, of modules that are entered and left, and of each rank's optimizers that step."""
+
+    def enters(module: nn.Module, args: Any) -> None:
+        for recorder in recorders.values():
+            recorder.enters(module)
+
+    def leaves(module: nn.Module, args: Any, output: Any) -> None:
+        for recorder in recorders.values():
+            recorder.leaves(module)
+
+    def steps(ends: bool) -> None:
+        if rank_here() in recorders:
+            recorders[rank_here()].seen(STEP, ends=ends)
+
+    modules: Any = nn.modules.module
+    optimizers: Any = sys.modules[optim.Optimizer.__module__]
+    return [
+        modules.register_module_forward_pre_hook(enters),
+        modules.register_module_forward_hook(leaves, always_call=True),
+        optimizers.register_optimizer_step_pre_hook(lambda *_: steps(False)),
+        optimizers.register_optimizer_step_post_hook(lambda *_: steps(True)),
+    ]
 
 
 @final
@@ -74,7 +107,12 @@ class Recorder:
     _sending: dict[tuple[str, str], float] = attrs.field(factory=dict)
     _backward: dict[str, float] = attrs.field(factory=dict)
     _waiting: dict[tuple[str, str], float] = attrs.field(factory=dict)
+    _computed_until: float = 0.0
+    _told: set[str] = attrs.field(factory=set)
+    """The units whose backward passes are over, but not their reductions."""
     _line: int = 0
+    _phase: tuple[str, float, float] | None = None
+    """The phase of the step that is running, since when, and when something of it was last seen."""
 
     @_began.default
     def _now_is_zero(self) -> float:
@@ -84,23 +122,26 @@ class Recorder:
         return self.clock() - self._began
 
     def _computed(self, unit: str, begin: float, what: str) -> None:
-        self._add(Piece(COMPUTING, unit, f"{what} {unit}", begin, self._now()))
+        self._computed_until = self._now()
+        self._add(Piece(COMPUTING, unit, f"{what} {unit}", begin, self._computed_until))
 
     def _add(self, piece: Piece) -> None:
         if len(self.pieces) < self.most:
             self.pieces.append(piece)
 
-    def enters(self, module: nn.Module, args: Any) -> None:
+    def enters(self, module: nn.Module) -> None:
         """A module is called."""
         if module not in self.units:
             return
         if self._running:
             unit, begin = self._running[-1]
-            self._computed(unit.name, begin, "forward")
+            self._computed(unit.name, begin, FORWARD)
+        else:
+            self.seen(FORWARD)
         # It gets its name in the first pass.
         self._running.append((self.units[module], self._now()))
 
-    def leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leaves(self, module: nn.Module) -> None:
         """A module has returned."""
         if module not in self.units or not self._running:
             return
@@ -108,18 +149,42 @@ class Recorder:
         self._computed(unit.name, begin, "forward")
         if self._running:
             self._running[-1] = (self._running[-1][0], self._now())
+        else:
+            self.seen(FORWARD, ends=True)
+
+    def seen(self, phase: str, *, ends: bool = False) -> None:
+        """Note that `phase` is running; one that runs already goes on, and any other one is over."""
+        now = self._now()
+        if self._phase is not None and self._phase[0] == phase:
+            self._phase = (phase, self._phase[1], now)
+        else:
+            self._end_phase()
+            self._phase = (phase, now, now)
+        if ends:
+            self._end_phase()
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            name, begin, end = self._phase
+            self._add(Piece(PHASE, name, name, begin, end))
+        self._phase = None
 
     def on_event(self, event: Event) -> None:
         """Draw what begins and ends with `event`."""
         unit, now = event.unit, self._now()
+        goes_on = self._phase is not None and self._phase[0] == BACKWARD
+        if not self._running and event.phase is Phase.FORWARD:
+            self.seen(FORWARD)
+        elif not self._running and (goes_on or event.phase is Phase.BACKWARD):
+            self.seen(BACKWARD)
         if event.kind == "unshard":
             self._sending["all_gather", unit] = now
             self._changed(event.nbytes)
         elif event.kind == "use":
             self._sent("all_gather", unit)
-            if not self._running:
+            if event.phase is Phase.BACKWARD:
                 self._backward[unit] = now
-            elif self._running[-1][0].name == unit:
+            elif self._running and self._running[-1][0].name == unit:
                 # It has waited for its own parameters, and begins to compute now.
                 self._running[-1] = (self._running[-1][0], now)
         elif event.kind == "reduce":
@@ -135,14 +200,18 @@ class Recorder:
                 self.know_line()
         if event.kind in ("reshard", "reduce") and unit in self._backward:
             self._computed(unit, self._backward.pop(unit), "backward")
+            self._told.add(unit)
+        elif event.kind == "reduce" and self._phase is not None and unit not in self._told:
+            # It kept its parameters, so that nothing was told when its backward pass began.
+            self._computed(unit, max(self._phase[1], self._computed_until), "backward")
+        if event.kind == "reduce":
+            self._told.discard(unit)
 
     def _sent(self, what: str, unit: str) -> None:
-        begin = self._sending.pop((what, unit), None)
-        if begin is not None:
-            self._add(Piece(COMMUNICATION, unit, f"{what} {unit}", begin, self._now()))
-        begin = self._waiting.pop((what, unit), None)
-        if begin is not None:
-            self._add(Piece(WAITING, unit, f"wait for {what} {unit}", begin, self._now()))
+        lanes = ((COMMUNICATION, self._sending, what), (WAITING, self._waiting, f"wait for {what}"))
+        for lane, begins, told in lanes:
+            if (what, unit) in begins:
+                self._add(Piece(lane, unit, f"{told} {unit}", begins.pop((what, unit)), self._now()))
 
     def on_wait(self, unit: str, operation: str) -> None:
         """Note when the host began to wait for a collective of `unit`."""
@@ -162,8 +231,9 @@ class Recorder:
     def picture(self, title: str) -> Picture:
         """Return the recorded lanes and curve, as a picture."""
         self.know_line()
+        self._end_phase()
         curve = Curve("unit buffers", tuple(self.heights), self._line) if self.heights else None
-        return Picture(title, self.pieces, curve)
+        return Picture(title, sorted(self.pieces, key=lambda piece: _LANES.index(piece.lane)), curve)
 
 
 def peak_of_units(units: Sequence[Unit]) -> int:
@@ -211,26 +281,22 @@ _LOCK: Final = threading.Lock()
 _traces: dict[str, _ProgramTrace] = {}
 
 
-class _Here(threading.local):
-    is_paused = False
-
-
-_HERE: Final = _Here()
+_IS_PAUSED: Final = ContextVar("flatparam's traces are paused", default=False)
 
 
 @contextlib.contextmanager
 def nothing_recorded() -> Iterator[None]:
-    """Inside, this thread's units are none of the program's: they are rehearsed."""
-    before, _HERE.is_paused = _HERE.is_paused, True
+    """Record nothing of this thread inside: its units are none of the program's, they are rehearsed."""
+    token = _IS_PAUSED.set(True)
     try:
         yield
     finally:
-        _HERE.is_paused = before
+        _IS_PAUSED.reset(token)
 
 
 def record(unit: Unit, folder: str) -> None:
     """Record what `unit` does; at the end of the process, the trace of its rank is written to `folder`."""
-    if _HERE.is_paused:
+    if _IS_PAUSED.get():
         return
     with _LOCK:
         if folder not in _traces:
@@ -252,9 +318,7 @@ class _ProgramTrace:
                 f"expected a folder for the traces of the ranks, found the file {str(self.folder)!r}; give --out, or "
                 "FLATPARAM_TRACE, a different name"
             )
-        hooks = nn.modules.module
-        hooks.register_module_forward_pre_hook(self._enters)
-        hooks.register_module_forward_hook(self._leaves, always_call=True)
+        _watch(self.recorders)
         # Processes that multiprocessing has started end without the handlers of `atexit`.
         Finalize(None, self.write, exitpriority=0)
 
@@ -265,14 +329,6 @@ class _ProgramTrace:
             recorder = self.recorders.setdefault(rank, Recorder(_MOST))
         recorder.units[unit.module] = unit
         unit.observers.instruments.append(recorder)
-
-    def _enters(self, module: nn.Module, args: Any) -> None:
-        for recorder in self.recorders.values():
-            recorder.enters(module, args)
-
-    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        for recorder in self.recorders.values():
-            recorder.leaves(module, args, output)
 
     def write(self) -> None:
         """Write a trace of each rank; one without a step leaves no file."""

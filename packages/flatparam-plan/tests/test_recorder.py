@@ -3,8 +3,10 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy, trace
 from flatparam.command import main
-from flatparam.observing.picture import Picture
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_comm.testing import PATIENCE
+from flatparam_plan.picture import Picture, Piece
 from flatparam_runtime import units_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,6 +71,71 @@ def test_a_run_is_traced_drawn_and_compared(tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "all_gather" in said
     assert " beside " not in said
+
+
+def train_and_trace(world: Collectives, directory: str, steps: int) -> None:
+    """Trace steps of an optimizer from the first one on, with two micro-batches each."""
+    model = FullyShardedDataParallel(make(), process_group=world, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trace(model, Path(directory, f"rank{world.rank}.json")):
+        for _ in range(steps):
+            for _ in range(2):
+                model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+
+def test_phases_and_steps(tmp_path: Path) -> None:
+    """The phases of each step follow one another, and each unit's backward pass is within one, once."""
+    run_threads(2, train_and_trace, str(tmp_path), 3)
+    picture = Picture.read((tmp_path / "rank1.json").read_text())
+    phases = [piece for piece in picture.pieces if piece.lane == "phase"]
+    assert [piece.name for piece in phases] == ["forward", "backward", "forward", "backward", "optimizer"] * 3
+    assert all(before.end <= after.begin for before, after in pairwise(phases))
+    assert len(picture.steps) == 3
+    backwards = [piece for piece in picture.pieces if piece.name.startswith("backward ")]
+    assert sorted(piece.unit for piece in backwards) == sorted(["(root)", "1", "2", "3"] * 6)
+    for piece in backwards:
+        assert any(phase.begin <= piece.begin <= piece.end <= phase.end for phase in phases)
+
+
+def test_a_picture_leaves_the_first_of_several_steps_out(tmp_path: Path) -> None:
+    """It begins with the second, unless all are asked for; its time is from there on, and so is its curve."""
+    pytest.importorskip("flatparam_files")
+    run_threads(2, train_and_trace, str(tmp_path), 3)
+    traces = [str(tmp_path / f"rank{rank}.json") for rank in range(2)]
+    whole = Picture.read(Path(traces[0]).read_text())
+    rest = whole.after_first_step()
+    assert rest.begin == whole.steps[1]
+    assert rest.length < whole.length
+    assert rest.curve is not None
+    assert rest.curve.points[0][0] >= rest.begin
+    assert rest.after_first_step().begin == whole.steps[2]
+    for options, title in ([], "rank0, steps 2 to 3; rank1, steps 2 to 3:"), (["--all"], "rank0; rank1:"):
+        path = tmp_path / f"{len(options)}.svg"
+        assert main(["trace", "draw", *options, str(path), *traces]) == 0
+        assert f">{title} " in path.read_text()
+
+
+def test_a_picture_has_an_axis_and_a_legend(tmp_path: Path) -> None:
+    """Round numbers from zero on, and each unit beside its colour, which is its own; many units are counted."""
+    pieces = [Piece("computing", f"u{n}", f"forward u{n}", 1 + n, 2 + n) for n in range(30)]
+    text = Picture("run", pieces).svg()
+    assert [f">{told}<" in text for told in ("0", "5 s", "30 s", "35 s")] == [True, True, True, False]
+    assert ">u23<" in text
+    assert ">u24<" not in text
+    assert ">and 6 more: each piece has its name<" in text
+    colours = re.findall(r'fill="(hsl[^"]*)"', text)
+    assert len(set(colours)) == 30
+
+
+def test_perfetto_shows_names(tmp_path: Path) -> None:
+    """A trace names its process and its lanes, and their order."""
+    run_threads(1, train_and_trace, str(tmp_path), 1)
+    events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
+    named = {(each["name"], each.get("tid")): each["args"] for each in events if each["ph"] == "M"}
+    assert named["process_name", None] == {"name": "rank0"}
+    assert named["thread_name", 0] == {"name": "phase"}
+    assert named["thread_sort_index", 1] == {"sort_index": 1}
 
 
 def heights(world: Collectives, directory: str, **arguments: Any) -> tuple[int, int, int]:
@@ -143,8 +210,8 @@ def test_a_whole_program_is_traced(tmp_path: Path, how: str) -> None:
     assert "['--fast']" in done.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
     picture = Picture.read((folder / "rank0.json").read_text())
-    assert {piece.unit for piece in picture.pieces} == {"(root)", "0", "1"}
-    assert {piece.lane for piece in picture.pieces} == {"computing", "communication", "waiting"}
+    assert {piece.unit for piece in picture.pieces if piece.lane != "phase"} == {"(root)", "0", "1"}
+    assert {piece.lane for piece in picture.pieces} == {"phase", "computing", "communication", "waiting"}
     gathers = [piece.unit for piece in picture.pieces if piece.name.startswith("all_gather")]
     assert gathers.count("0") == 4
     assert picture.curve is not None
