@@ -334,11 +334,15 @@ def test_a_signature_leads_to_what_is_passed_on(house: House) -> None:
     names = ("Made", "Part", "make", "unrelated", "public", "testing")
     house.write("flatparam-core", "__init__.py", f"import torch\n\n__all__ = {list(names)}\n")
     passed = "import torch\nfrom flatparam_core import Made, Part, make, unrelated\n\n"
-    house.write("flatparam-comm", "__init__.py", passed + '__all__ = ["Made", "Part", "make", "unrelated"]\n')
+    house.write(
+        "flatparam-comm",
+        "__init__.py",
+        passed + '__all__ = ["Made", "Part", "make", "public", "unrelated"]\n',
+    )
     house.write(
         "flatparam-comm", "used.py", "from flatparam_core import Made\n\n\ndef use(made: Made) -> None: ...\n"
     )
     (problem,) = house.problems()
     assert "passes unrelated on, to which none of its signatures leads" in problem
-    house.write("flatparam-comm", "__init__.py", passed + '__all__ = ["Made", "Part", "make"]\n')
+    house.write("flatparam-comm", "__init__.py", passed + '__all__ = ["Made", "Part", "make", "public"]\n')
     assert house.problems() == []  # it does not pass on what it only uses
