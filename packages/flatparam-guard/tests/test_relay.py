@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -649,3 +650,42 @@ def test_an_interrupt_in_the_middle_of_an_exchange_is_told(tmp_path: Path) -> No
     """Who waits for the other half is told of Ctrl-C, while the interrupted process lives."""
     run_processes(2, _is_interrupted, str(tmp_path), grace=PATIENCE)
     assert (tmp_path / "told").exists()
+
+
+SLOW_TO_END = '''
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from flatparam_guard.relay import Relay
+from flatparam_guard.relay_settings import RelaySettings
+
+class SlowStore:
+    def __init__(self):
+        self.store = TCPStore("localhost", 0, is_master=True)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def delete_key(self, key):
+        self.store.wait(["never"], timedelta(seconds=1))
+
+class Late:
+    """Ends after all else, and lets other threads run."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+late = Late()
+relay = Relay(0, 2, SlowStore(), RelaySettings(flush=0.05))
+relay.start()
+while not relay.secret:
+    time.sleep(0.01)
+relay.end()
+'''
+
+
+@pytest.mark.processes
+def test_python_does_not_end_while_the_thread_is_inside_of_torch() -> None:
+    """It waits for a last call of the store that is slow; else it would abort the process, which has done its work."""
+    done = subprocess.run([sys.executable, "-c", SLOW_TO_END], timeout=PATIENCE, check=False)
+    assert done.returncode == 0

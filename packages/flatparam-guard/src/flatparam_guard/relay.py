@@ -12,6 +12,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, Final, final
 
 import attrs
@@ -73,20 +75,16 @@ class Relay:
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self.run, name="flatparam relay", daemon=True)
+        self._last: Finalize | None = None
 
     def start(self) -> None:
-        """Begin to listen; returns when rank 0 can hear this one, or after a moment.
-
-        The first collective would wait for rank 0 anyway, mostly. A process that ends before it was heard of is not
-        missed.
-        """
+        """Begin to listen; returns when rank 0 can hear this one (nobody misses one unheard), or after a moment."""
         # What has raised before there was a relay concerns nobody.
         ACTIVITY.watched = None
         self._thread.start()
-        deadline = time.monotonic() + self.settings.connect
-        with self._changed:
-            while not (self._star.is_connected or self._star.is_hub) and time.monotonic() < deadline:
-                self._changed.wait(0.05)
+        # Python aborts the process if it ends while a thread of its own is inside of torch, as in a call of the store.
+        self._last = Finalize(None, self._thread.join, (self.settings.store,), exitpriority=0)
+        self._wait(self.settings.connect, lambda: self._star.is_connected or self._star.is_hub)
 
     @property
     def is_running(self) -> bool:
@@ -162,17 +160,16 @@ class Relay:
 
     def flush(self) -> None:
         """Return when everything is told, or after a moment."""
-        deadline = time.monotonic() + self.settings.flush
+        self._wait(self.settings.flush, lambda: self._said is self._own or not self.is_running)
+
+    def _wait(self, seconds: float, is_done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
         with self._changed:
-            while self._said is not self._own and self.is_running and time.monotonic() < deadline:
+            while not is_done() and time.monotonic() < deadline:
                 self._changed.wait(0.05)
 
     def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
-        """Return the failure of a peer that explains why a collective of the group has failed; None if none is known.
-
-        Args:
-            patience: the seconds to wait for one.
-        """
+        """Return the failure of a peer that explains why a collective of the group failed; waits `patience` for it."""
         deadline = time.monotonic() + patience
         while True:
             found = self._best(calls)
@@ -185,8 +182,8 @@ class Relay:
 
     def final_failure(self, calls: GroupCalls) -> FailureReport | None:
         """Return the failure of a member of the group that will issue no collective any more."""
-        members = [failure for rank, failure in [*self._known.items()] if rank in calls.members]
-        return next((failure for failure in members if failure.is_final), None)
+        known = [*self._known.items()]
+        return next((each for rank, each in known if rank in calls.members and each.is_final), None)
 
     def end_of(self, rank: int) -> str:
         """The end of the process of `rank`, which has come or is about to; empty if it lives, as far as known."""
@@ -205,6 +202,8 @@ class Relay:
         self._star.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(self.settings.flush)
+        if self._last and not self.is_running:
+            self._last.cancel()
 
     def forget(self) -> None:
         """Become deaf and dumb in a forked process: the thread and the connections are the parent's."""
@@ -280,8 +279,7 @@ class Relay:
     def _take_back(self) -> None:
         """Forget an exception of this rank that the program has caught: it has issued a collective since.
 
-        If the exception was that another rank had failed, or that ranks diverge, the groups of then stay broken: the
-        collective has to be on a group that came later.
+        If another rank had failed, or ranks diverge, the groups of then are broken: it has to be on a later group.
         """
         own = self._own
         if own is None or own.is_final:

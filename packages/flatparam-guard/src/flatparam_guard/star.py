@@ -17,6 +17,7 @@ import select
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any, Final, final
 
 import attrs
@@ -262,13 +263,14 @@ class Star:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
                 line.socket.shutdown(socket.SHUT_WR)
+        if self._store is not None:  # the file of a `FileStore` that is gone would be waited for
+            self._store.set_timeout(timedelta(seconds=0.5))
         self._clear_store(_KEY, _WIDE, _ELSEWHERE, _OFFERS)
         self.drop()
 
     def _clear_store(self, *keys: str) -> None:
         """On the hub, delete keys of the store."""
-        # Whoever holds the store may be gone.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # whoever holds the store may be gone
             for key in keys if self.is_hub and self._store is not None else ():
                 self._store.delete_key(key)
 
