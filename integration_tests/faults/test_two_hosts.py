@@ -66,7 +66,8 @@ def test_the_cable_is_cut() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", ["slow", pytest.param("lossy", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["slow", "lossy"])
 def test_a_bad_cable(fault: str) -> None:
     """100 ms of delay, or 5 % of the packets lost, change no bit of any loss of one host."""
     said, expected = _outcome(fault), run_processes(4, _trained)

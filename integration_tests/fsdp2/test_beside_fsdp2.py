@@ -566,7 +566,9 @@ def test_hybrid() -> None:
             _check_same(found, program, side)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 4))]
+)
 def test_the_door_is_fsdp2(world_size: int) -> None:
     """On any number of ranks, uneven rows too, programs see FSDP2's tensors, norms and optimizer states, bit for bit."""
     programs = [example, clipped, optimized, mixed, frozen, accumulating, shown]

@@ -100,6 +100,7 @@ def is_formulas(run: Run, name: str, formula: str, part: str) -> bool:
     return bool(said <= found <= 1.01 * said)
 
 
+@pytest.mark.long
 def test_losses_and_memory_on_the_cpu(tmp_path: Path) -> None:
     """Everybody has FSDP1's losses on two processes and on emulated ranks, and threads those of a model on the mean.
 

@@ -151,6 +151,7 @@ def test_a_rank_dies_while_it_writes(moment: Moment, rank: int, asynchronous: bo
     assert check_whole(tmp_path) > step
 
 
+@pytest.mark.long
 def test_ranks_die_at_random(tmp_path: Path) -> None:
     """30 times, either rank, in the background or not: what is loaded is of one step, and steps never go back.
 

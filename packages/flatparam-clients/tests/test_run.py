@@ -185,6 +185,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nproc-per-node 8 -m flatparam run train.py" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_program_that_starts_itself(folder: Path) -> None:
     """Ranks that a program starts by its own command line, as Lightning does, have ours, in an environment of their own too."""
     (folder / "again.py").write_text(AGAIN)
@@ -206,6 +207,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_processes_of_any_kind_that_a_program_starts(folder: Path) -> None:
     """A driver's workers have ours, whatever starts them and at any distance, and import what they would otherwise."""
     (folder / "driver.py").write_text(DRIVER)
@@ -286,14 +288,14 @@ if __name__ == "__main__":
     ("ways", "is_told"),
     [
         (["-I wrap", "end"], True),
-        (["ray"], True),
+        pytest.param(["ray"], True, marks=pytest.mark.long),
         # The program itself, which runs by `flatparam run` again, and says nothing twice.
         (["-u "], True),
-        (["-I wrap", "fail"], False),
-        (["-u wrap"], False),
-        (["-I wrap", "spawn"], False),
-        (["wrap", "ray"], False),
-        (["git"], False),
+        pytest.param(["-I wrap", "fail"], False, marks=pytest.mark.long),
+        pytest.param(["-u wrap"], False, marks=pytest.mark.long),
+        pytest.param(["-I wrap", "spawn"], False, marks=pytest.mark.long),
+        pytest.param(["wrap", "ray"], False, marks=pytest.mark.long),
+        pytest.param(["git"], False, marks=pytest.mark.long),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else "",
 )

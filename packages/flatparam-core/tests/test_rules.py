@@ -195,6 +195,7 @@ for shares in ((), [1 + rank % 3 for rank in range(12)]):
 """
 
 
+@pytest.mark.long
 def test_every_process_plans_the_same() -> None:
     """Processes with different hash seeds, as ranks are, print one and the same plan."""
     found = {

@@ -72,6 +72,7 @@ def baseline(server: Server, tmp_path_factory: pytest.TempPathFactory) -> int:
     return server.peak("export", path / "a.pt", path / "hf", "--to", "hf")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory(tmp_path: Path, server: Server, baseline: int) -> None:
     """Every command keeps the promise on a checkpoint twice as large; measured as the kernel counts it."""
