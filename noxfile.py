@@ -237,13 +237,14 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """Release a package, in a commit and a tag (`-- core 0.2.0 --dry-run`); without arguments: build and check all."""
+    """Release a package, in a commit and a tag (`-- core 0.2.0 --dry-run`); without: build, check, install all."""
     environment = shared(session)
     if session.posargs:
         environment.run("tools/release", *session.posargs)
         return
     environment.build_wheels()
     environment.run(*WHEELS)
+    environment.run("tools/offline_install.py", str(DIST))
 
 
 WHEELS = ("tools/check_wheels.py", str(DIST))
@@ -279,6 +280,12 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     ),
     "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
 }
+
+
+def browser(session: nox.Session, arguments: Sequence[str]) -> None:
+    """The site in a real browser (`apt install chromium`): search, copying, narrow and dark pages."""
+    installed(session).run(*SITE)
+    own(session, "browser", "playwright").run("tools/browse_site.py")
 
 
 def coverage(session: nox.Session, arguments: Sequence[str]) -> None:
@@ -348,5 +355,5 @@ def publish(session: nox.Session, arguments: Sequence[str]) -> None:
 
 LONGER: Mapping[str, Callable[[nox.Session, Sequence[str]], None]] = {
     each.__name__.replace("_", "-"): each
-    for each in (coverage, deepspeed, matrix_optimizers, models, plan, pretrained, publish)
+    for each in (browser, coverage, deepspeed, matrix_optimizers, models, plan, pretrained, publish)
 }

@@ -308,9 +308,19 @@ def test_install_into_an_environment(
         (["--into", str(tmp_path / "none")], f"-m venv {tmp_path}/none"),
         (["corre"], "There is no package 'flatparam-corre' here; there are flatparam, flatparam-"),
         (["--into"], "--into takes a virtual environment"),
+        (["--into", str(tmp_path), "--wheels"], "--wheels takes a folder"),
     ):
         assert run.main(["install", *arguments]) == run.LACKING
         assert sentence in capsys.readouterr().err
+
+
+def test_wheels_for_a_machine_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--wheels` pip collects the wheels of ours and of what they need, and installs nothing."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or 0)
+    assert run.main(["install", "--wheels", str(tmp_path), "core", "--", "--no-deps"]) == 0
+    core = str(run.ROOT / "packages" / "flatparam-core")
+    assert calls == [[sys.executable, "-m", "pip", "wheel", "--wheel-dir", str(tmp_path), core, "--no-deps"]]
 
 
 def test_no_page_installs_from_an_index() -> None:
@@ -320,5 +330,5 @@ def test_no_page_installs_from_an_index() -> None:
         run.ROOT / "README.md",
         *run.ROOT.glob("packages/*/README.md"),
     ]
-    command = re.compile(r"^\$ .*pip install\b.*[ \"']flatparam", re.MULTILINE)
+    command = re.compile(r"^\$ .*pip install\b(?!.* --no-index).*[ \"']flatparam", re.MULTILINE)
     assert [page.relative_to(run.ROOT) for page in pages if command.search(page.read_text("utf-8"))] == []

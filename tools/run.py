@@ -4,9 +4,10 @@
     python3 tools/run.py test [-- ARGS]     run every check; ARGS go to nox instead, e.g. -- -s lint types
     python3 tools/run.py test core [ARGS]   run the tests of packages, from their sources; ARGS go to pytest
     python3 tools/run.py env                only set up
-    python3 tools/run.py install [--into VENV] [NAMES] [-- ARGS]
+    python3 tools/run.py install [--into VENV] [--wheels FOLDER] [NAMES] [-- ARGS]
                                             install packages of this checkout, with all that they need, beside your own
-                                            program: into VENV, or the Python that runs this; ARGS go to pip
+                                            program: into VENV, or the Python that runs this; ARGS go to pip; with
+                                            --wheels, only collect the wheels, for a machine without a network
 
 What the first four set up is one environment, .venv in this checkout, with the versions of tools/constraints.txt; a
 second call finds it and goes straight on. Then it hands over to nox (noxfile.py). pip reads its own configuration, so
@@ -424,14 +425,20 @@ def install_packages(arguments: List[str]) -> int:
     if "--" in arguments:
         at = arguments.index("--")
         arguments, more = arguments[:at], arguments[at + 1 :]
-    python = Path(sys.executable)
-    if arguments[:1] == ["--into"]:
+    python, verb = Path(sys.executable), ["install"]
+    while arguments[:1] in (["--into"], ["--wheels"]):
         if len(arguments) < 2:
-            raise Stop(LACKING, "--into takes a virtual environment, or the path of a Python.")
-        python, arguments = python_of(arguments[1]), arguments[2:]
+            takes = {"--into": "a virtual environment, or the path of a Python", "--wheels": "a folder"}
+            raise Stop(LACKING, "%s takes %s." % (arguments[0], takes[arguments[0]]))
+        if arguments[0] == "--into":
+            python = python_of(arguments[1])
+        else:
+            verb = ["wheel", "--wheel-dir", arguments[1]]
+        arguments = arguments[2:]
     places = needed_by(arguments or ["flatparam"])
-    say("Installing %s into the environment of %s" % (", ".join(Path(p).name for p in places), python))
-    return subprocess.call([str(python), "-m", "pip", "install", *places, *more])
+    aim = "into the environment of %s" % python if verb == ["install"] else "as wheels into %s" % verb[-1]
+    say("Installing %s %s" % (", ".join(Path(p).name for p in places), aim))
+    return subprocess.call([str(python), "-m", "pip", *verb, *places, *more])
 
 
 def main(arguments: List[str]) -> int:

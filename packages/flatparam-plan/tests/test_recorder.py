@@ -126,6 +126,8 @@ def test_a_picture_has_an_axis_and_a_legend(tmp_path: Path) -> None:
     assert ">and 6 more: each piece has its name<" in text
     colours = re.findall(r'fill="(hsl[^"]*)"', text)
     assert len(set(colours)) == 30
+    assert "stroke-opacity" not in text
+    assert Picture("run", [Piece("computing", "u", "backward u", 0, 1)]).svg().count("stroke-opacity") == 1
 
 
 def test_perfetto_shows_names(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ class Picture:
         left, width = self._at(piece.begin), max(self._at(piece.end) - self._at(piece.begin), 0.2)
         told = escape(f"{piece.name}: {shown_seconds(piece.end - piece.begin)}")
         # A backward pass has an edge, which the forward pass of the same unit has not.
-        edge = 0.45 if piece.name.startswith(f"{BACKWARD} ") and width > 4 else 0
+        has_edge = piece.name.startswith(f"{BACKWARD} ") and width > 4
+        edge: dict[str, Any] = {"stroke": "#000", "stroke_opacity": 0.45} if has_edge else {}
         box = {
             "x": f"{left:.2f}",
             "y": top,
@@ -247,7 +248,7 @@ class Picture:
             "height": _LANE,
             "fill": colours[piece.unit],
         }
-        drawn = _tag("rect", f"<title>{told}</title>", raw=True, **box, stroke="#000", stroke_opacity=edge)
+        drawn = _tag("rect", f"<title>{told}</title>", raw=True, **box, **edge)
         if piece.lane.startswith(PHASE) and width > 7 * len(piece.name):
             place = {"x": f"{left + width / 2:.1f}", "y": top + 17, "text_anchor": "middle"}
             drawn += _tag("text", piece.name, **place, fill="#fff" if piece.unit == STEP else "#222")
@@ -310,10 +311,6 @@ def _event(kind: str, name: str, **rest: object) -> dict[str, object]:
 
 
 def _tag(name: str, text: str = "", *, raw: Any = False, **attributes: object) -> str:
-    """Return an element of SVG, with `text` in it; attributes without a value are left out."""
-    told = "".join(
-        f' {key.replace("_", "-")}="{value}"'
-        for key, value in attributes.items()
-        if value != 0 or key in "xy"
-    )
+    """Return an element of SVG, with `text` in it."""
+    told = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in attributes.items())
     return f"<{name}{told}>{text if raw else escape(text)}</{name}>"
