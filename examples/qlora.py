@@ -43,21 +43,22 @@ def main() -> None:
         device_map={"": device},
     )
     torch.manual_seed(0)  # every rank draws the same adapter
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).bfloat16()
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["up_proj", "down_proj"])).bfloat16()
     model = FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}), use_orig_params=True
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for step in range(10):
+    optimizer = torch.optim.AdamW(trained, lr=3e-2)
+    for step in range(40):
         generator = torch.Generator().manual_seed(step * world_size + rank)
-        tokens = torch.randint(0, 128, (4, 12), generator=generator).sort(dim=1).values.to(device)
+        first = torch.randint(0, 128, (4, 1), generator=generator)
+        tokens = ((first + torch.arange(12)) % 128).to(device)  # they count upwards
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 5 == 4:
+        if rank == 0 and step % 10 == 9:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
     catalogue = publish(model, "qlora-adapter", only=lambda name: ".lora_" in name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "tran
     pytest.skip("it takes bitsandbytes, transformers and peft", allow_module_level=True)
 
 import bitsandbytes as bnb
+
+from docs.test_examples import losses_in, run
 
 from . import quantised
 from .quantised import RANKS, trained, whole
@@ -124,3 +127,12 @@ def test_an_average_reaches_a_generator_with_the_same_base(use_orig_params: bool
     tokens = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.equal(generator(input_ids=tokens).logits, one(input_ids=tokens).logits)
+
+
+@pytest.mark.processes
+def test_the_example(tmp_path: Path) -> None:
+    """`examples/qlora.py` trains, and publishes its adapter: two matrices for each of two projections in two layers."""
+    (printed, _) = run("qlora", tmp_path)
+    losses = losses_in(printed)
+    assert losses[-1] < losses[0]
+    assert re.search(r"qlora-adapter has 8 tensors, [\d,]+ bytes", printed), printed
