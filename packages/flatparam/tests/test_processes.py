@@ -1,5 +1,6 @@
 """The same wrapper over torch's process groups and meshes, in real processes."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy
+from flatparam import ShardingStrategy, StateDictType
 from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
@@ -131,3 +132,25 @@ def test_a_norm_that_is_no_number_on_one_rank(bad: int) -> None:
     for norm, raised in run_processes(2, spoiled_norm, bad):
         assert norm != norm
         assert raised
+
+
+def warned_of(ranks: Collectives, use_orig_params: bool) -> list[str]:
+    """The texts of the warnings while a sharded state is saved and loaded."""
+    model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, inputs(ranks.rank))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),
+    ):
+        warnings.simplefilter("always")
+        model.load_state_dict(model.state_dict())
+        state = FSDP.optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    return [f"{each.filename}:{each.lineno}: {each.message}" for each in caught]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_sharded_state_warns_of_nothing(use_orig_params: bool) -> None:
+    """Torch warns that its `ShardedTensor` is deprecated, which no user of ours can do anything about."""
+    assert run_processes(2, warned_of, use_orig_params) == [[], []]

@@ -241,14 +241,8 @@ class Picture:
         # A backward pass has an edge, which the forward pass of the same unit has not.
         has_edge = piece.name.startswith(f"{BACKWARD} ") and width > 4
         edge: dict[str, Any] = {"stroke": "#000", "stroke_opacity": 0.45} if has_edge else {}
-        box = {
-            "x": f"{left:.2f}",
-            "y": top,
-            "width": f"{width:.2f}",
-            "height": _LANE,
-            "fill": colours[piece.unit],
-        }
-        drawn = _tag("rect", f"<title>{told}</title>", raw=True, **box, **edge)
+        box = {"x": f"{left:.2f}", "y": top, "width": f"{width:.2f}", "height": _LANE}
+        drawn = _tag("rect", f"<title>{told}</title>", raw=True, **box, fill=colours[piece.unit], **edge)
         if piece.lane.startswith(PHASE) and width > 7 * len(piece.name):
             place = {"x": f"{left + width / 2:.1f}", "y": top + 17, "text_anchor": "middle"}
             drawn += _tag("text", piece.name, **place, fill="#fff" if piece.unit == STEP else "#222")

@@ -224,8 +224,7 @@ class Recorder:
 
     def know_line(self) -> None:
         """Work out the peak by the formula, while the units are there; the largest of several models counts."""
-        roots = [unit for unit in self.units.values() if unit.name == _ROOT]
-        for root in roots:
+        for root in [unit for unit in self.units.values() if unit.name == _ROOT]:
             self._line = max(self._line, peak_of_units(units_in(root.module)))
 
     def picture(self, title: str) -> Picture:

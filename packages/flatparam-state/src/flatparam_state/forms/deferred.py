@@ -74,10 +74,17 @@ def as_tensor(value: Any) -> torch.Tensor:
     return tensor
 
 
+def dtype_of(value: Any) -> torch.dtype:
+    """Return the dtype of a tensor, or of what stands for one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.dtype  # type: ignore[no-any-return]  # it has one
+
+
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of a tensor, or of what stands for one; that is only made a tensor if it does not say."""
     try:
-        return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # torch warns of its own ShardedTensor
+            return tuple(value.size() if isinstance(value, torch.Tensor) else value.shape)
     except AttributeError:
         return tuple(as_tensor(value).shape)
 

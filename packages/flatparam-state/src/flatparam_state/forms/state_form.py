@@ -29,6 +29,7 @@ from flatparam_state.forms.deferred import (
     LazyTensor,
     Streamed,
     as_tensor,
+    dtype_of,
     is_tensor_like,
     not_ordinary,
     shape_of,
@@ -280,7 +281,7 @@ class Wanted:
         boxes = self.tiling.of_rank(self.rank)
         shards = chunker.local_shards(value)
         device = next((shard.device for shard in shards.values()), self.device)
-        part = torch.empty(self.span.numel, dtype=value.dtype, device=device)
+        part = torch.empty(self.span.numel, dtype=dtype_of(value), device=device)
         for box, view in zip(boxes, cut(self.spec, boxes, part), strict=True):
             if box.numel:
                 view.copy_(shards[box.offsets])

@@ -131,10 +131,8 @@ class Tiling:
                     "torch.distributed.checkpoint into a state dict of this model, or load a full state"
                 )
             boxes.setdefault(rank, []).append(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)))
-        return cls(
-            tuple(tensor.size()),
-            {rank: tuple(sorted(held, key=lambda box: box.offsets)) for rank, held in boxes.items()},
-        )
+        in_order = {rank: tuple(sorted(held, key=lambda box: box.offsets)) for rank, held in boxes.items()}
+        return cls(tuple(tensor.metadata().size), in_order)
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
         """Return the boxes of `rank`; empty if it holds nothing."""
@@ -164,9 +162,8 @@ class Tiling:
         Args:
             parts: this rank's boxes, with memory of their own.
             group: the ranks of the tiling, over a process group of torch.
-            empty_parts: each rank without a part gets an empty one behind the end of the tensor. The planners of
-                `torch.distributed.checkpoint` forget a `ShardedTensor` that has no local shard, and then take the file
-                for one of an old torch.
+            empty_parts: each rank without a part gets an empty one behind the end of the tensor: the planners of
+                `torch.distributed.checkpoint` forget a `ShardedTensor` without, and take the file for an old torch's.
 
         Raises:
             FlatParamError: if `group` is not one of torch's.

@@ -10,6 +10,7 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError, note_between_passes
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.deferred import shape_of
 from flatparam_state.optimizer.entry import State, in_blocks
 from flatparam_state.optimizer.held import (
     Held,
@@ -125,9 +126,7 @@ def _digest(places: Sequence[Place], saved: State) -> int:
                 f"{fqn}.{name}": value
                 for fqn, values in saved.items()
                 for name, value in values.items()
-                if fqn in shapes
-                and isinstance(value, torch.Tensor)
-                and tuple(value.shape) in ((), shapes[fqn])
+                if fqn in shapes and isinstance(value, torch.Tensor) and shape_of(value) in ((), shapes[fqn])
             }
         )
     )

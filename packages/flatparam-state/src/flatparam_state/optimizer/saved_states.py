@@ -17,6 +17,7 @@ from flatparam_state.forms.deferred import (
     LazyValue,
     Streamed,
     as_tensor,
+    dtype_of,
     from_first,
     is_tensor_like,
     shape_of,
@@ -164,7 +165,7 @@ def _sharded(item: Held, name: str, entries: Mapping[str, Any], chunker: Chunker
         part = wanted[fqn].part(found[fqn], chunker)
         is_own = isinstance(found[fqn], LazyValue)
         return part.to(item.parameter.device, copy=not is_own).view(item.parameter.shape)
-    dtype = functools.reduce(torch.promote_types, (value.dtype for value in found.values()))
+    dtype = functools.reduce(torch.promote_types, map(dtype_of, found.values()))
     shard = torch.zeros(item.place.handle.flat_param.numel(), dtype=dtype, device=item.parameter.device)
     for fqn, index in zip(item.fqns, item.indices, strict=True):
         if fqn in found:
