@@ -47,3 +47,16 @@ def test_a_program_with_a_similar_name_is_the_program(package: str) -> None:
         program()
     (found,) = caught
     assert (found.filename, found.lineno) == ("<string>", 2)
+
+
+def test_a_context_names_the_line_that_enters_it() -> None:
+    """The standard library's frame between a `with` and the function behind it is not the program's line."""
+    source = "import contextlib\n@contextlib.contextmanager\ndef deed():\n    warn_caller('said')\n    yield"
+    deed = inside("flatparam.a", source)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        with deed():
+            pass
+    (found,) = caught
+    assert (found.filename, found.lineno) == (__file__, line)

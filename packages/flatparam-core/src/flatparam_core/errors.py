@@ -19,7 +19,7 @@ class IllegalStepError(FlatParamError):
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, as `warnings.warn` does, at the innermost line that is neither of these packages nor of torch."""
+    """Warn, as `warnings.warn` does, at the innermost line that is not of these packages, of torch or of `contextlib`."""
     level, frame = 2, sys._getframe(1)
     # What a library has generated has no name.
     while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "torch")):
@@ -29,4 +29,4 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _is_between(module: str) -> bool:
     package = module.partition(".")[0]
-    return package in ("torch", "flatparam") or package.startswith("flatparam_")
+    return package in ("torch", "flatparam", "contextlib") or package.startswith("flatparam_")
