@@ -19,7 +19,7 @@ class IllegalStepError(FlatParamError):
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, as `warnings.warn` does, at the innermost line that is not of these packages, of torch or of `contextlib`."""
+    """Warn, as `warnings.warn` does, at the innermost line that is not of these packages, torch or `contextlib`."""
     level, frame = 2, sys._getframe(1)
     # What a library has generated has no name.
     while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "torch")):
