@@ -149,10 +149,12 @@ def test_the_script_for_slurm_starts_a_torchrun_on_each_host(tmp_path: Path) -> 
 
 
 def test_every_example_is_run_and_listed() -> None:
-    """None is left out here or in their page, and each is short enough to be copied."""
+    """None is left out here, in their list or on the site, and each is short enough to be copied."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {*PRINTED, *ELSEWHERE}
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    of_site = (EXAMPLES.parent / "docs" / "examples.md").read_text(encoding="utf-8")
     for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")]:
         assert f"({path.name})" in page
+        assert f'--8<-- "examples/{path.name}"' in of_site
         assert len(path.read_text(encoding="utf-8").splitlines()) < 120, path.name

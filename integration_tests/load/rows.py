@@ -59,7 +59,7 @@ def _soak(world: Collectives, steps: int) -> tuple[list[float], list[Resources]]
 def _growth(seen: Sequence[int], parts: int = 4) -> float:
     """How much a figure grows from one part of what was seen to the next, at least.
 
-    A leak grows in every part. Pages that the system gives in one go, and what allocators and caches keep, grow in one.
+    A leak grows in every part; what caches keep grows in one.
     """
     length = len(seen) // parts
     medians = [statistics.median(seen[part * length : (part + 1) * length]) for part in range(parts)]

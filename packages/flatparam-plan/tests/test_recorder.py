@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy, trace
 from flatparam.command import main
@@ -22,31 +21,9 @@ from flatparam_comm.testing import PATIENCE
 from flatparam_plan.picture import Picture, Piece
 from flatparam_runtime import units_in
 
+from .traced import Block, make, record
+
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Block(nn.Module):
-    """A unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
-def make() -> nn.Module:
-    """Three units and a root."""
-    return nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(3)))
-
-
-def record(world: Collectives, directory: str) -> None:
-    """Train two steps, and trace the second."""
-    model = FullyShardedDataParallel(make(), process_group=world, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    model(torch.ones(2, 8)).sum().backward()
-    with trace(model, Path(directory, f"rank{world.rank}.json")):
-        model(torch.ones(2, 8)).sum().backward()
 
 
 def test_a_run_is_traced_drawn_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

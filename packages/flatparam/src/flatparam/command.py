@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after the name of the program; by default those of this process.
 
     Returns:
-        The exit status: 0 if all is well, 1 if checkpoints differ or one is damaged, 2 if the arguments or
+        The exit status: 0 if all is well, 1 if what is compared differs or is damaged, 2 if the arguments or
         an input cannot be used, 130 and 143 after an interrupt and a termination. Whatever it is, no output is left
         half written.
     """
