@@ -17,12 +17,36 @@ GUIDE = ROOT / "docs" / "guides" / "command.md"
 ZERO3 = ROOT / "packages/flatparam-files/tests/formats/deepspeed_fixture/stage3-three-ranks"
 
 
+TRAIN = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert FSDP.__module__.startswith("flatparam")
+model = FSDP(torch.nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+MODELS = """
+from torch import nn
+
+
+class Block(nn.Linear):
+    pass
+
+
+def make():
+    return nn.Sequential(nn.Embedding(100, 8), Block(8, 8), Block(8, 8))
+"""
+
+
 def commands() -> list[list[str]]:
     """The arguments of the commands in the guide."""
     blocks = re.findall(r"```console\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert all(line.startswith(("$ flatparam ckpt ", "$ flatparam run ")) for line in lines)
-    return [line.split()[2:] for line in lines]
+    assert all(line.startswith(("$ flatparam ", "$ source ")) for line in lines)
+    return [line.split()[1:] for line in lines]
 
 
 def prepare() -> None:
@@ -37,10 +61,8 @@ def prepare() -> None:
     torch.save({"model": model, "optimizer": optimizer}, "model.pt")
     torch.save(model, "pytorch_model_fsdp.bin")
     torch.save(optimizer, "optimizer.bin")
-    uses_fsdp = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
-    Path("train.py").write_text(
-        uses_fsdp + "assert FSDP.__module__.startswith('flatparam')\n", encoding="utf-8"
-    )
+    Path("train.py").write_text(TRAIN, encoding="utf-8")
+    Path("models.py").write_text(MODELS, encoding="utf-8")
     source = open_source("model.pt")
     Path("runs").mkdir()
     write_checkpoint(source, "runs/a", world_size=2, step=4)
@@ -54,14 +76,16 @@ def test_commands_of_the_guide(
     """What the guide shows works when it is typed, and shows the tree that is printed there."""
     monkeypatch.chdir(tmp_path)
     prepare()
-    assert len(commands()) >= 14
-    for arguments in commands():
-        if arguments[0] == "run":
-            # A process of its own: the program becomes `__main__`.
-            done = subprocess.run([sys.executable, "-m", "flatparam", *arguments], check=False)
-            assert done.returncode == 0
-            continue
-        assert main(arguments) == 0, (arguments, capsys.readouterr().err)
+    assert len(commands()) >= 19
+    for program, *arguments in commands():
+        if arguments[:1] == ["ckpt"]:
+            assert main(arguments) == 0, (arguments, capsys.readouterr().err)
+        else:
+            # A process of its own, as a shell starts it.
+            shell = (
+                f'flatparam() {{ {sys.executable} -m flatparam "$@"; }}; {" ".join([program, *arguments])}'
+            )
+            subprocess.run(["bash", "-c", shell], check=True, stdout=subprocess.DEVNULL)
     capsys.readouterr()
     main(["ckpt", "inspect", "runs/a"])
     shown = capsys.readouterr().out.splitlines()

@@ -21,6 +21,7 @@ PUBLIC_MODULES = {
         "flatparam.checkpoint.state_dict",
         "flatparam.algorithms._comm_hooks.default_hooks",
     ],
+    "flatparam_clients": ["flatparam_clients.older_functions"],
     "flatparam_core": ["flatparam_core.testing"],
     "flatparam_comm": ["flatparam_comm.testing"],
     "flatparam_simdev": ["flatparam_simdev.device", "flatparam_simdev.worlds"],

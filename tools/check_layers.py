@@ -34,6 +34,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint.values",
         "command",
         "disk.limits",
+        "disk.progress",
         "disk.source",
         "disk.system",
         "formats.hugging_face",

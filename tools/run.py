@@ -41,6 +41,7 @@ LACKING, FAILED = 2, 3
 TOOLS = [
     "nox",
     "attrs",
+    "shtab",
     "tqdm",
     "typing-extensions",
     "xxhash",

@@ -28,14 +28,14 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-comm": Budget(5_830, 5_500),
     "flatparam-runtime": Budget(6_780, 5_500),
     "flatparam-state": Budget(5_200, 4_700),
-    "flatparam": Budget(6_920, 6_000),
+    "flatparam": Budget(6_940, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
-    "flatparam-files": Budget(8_100, 8_000),
+    "flatparam-files": Budget(8_120, 8_000),
     "flatparam-checkpoint": Budget(3_250, 8_000),
     "flatparam-guard": Budget(3_100, 8_000),
     "flatparam-onehost": Budget(1_300, 8_000),
     "flatparam-optim": Budget(3_100, 8_000),
-    "flatparam-plan": Budget(8_040, 8_000),
+    "flatparam-plan": Budget(8_060, 8_000),
     "flatparam-publish": Budget(2_500, 8_000),
     "flatparam-simdev": Budget(2_050, 8_000),
 }
@@ -43,9 +43,9 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
-    "files": Budget(367, 350),
-    "files under 100 lines": Budget(105, 110),
-    "lines": Budget(64_950, 52_000),
+    "files": Budget(368, 350),
+    "files under 100 lines": Budget(106, 110),
+    "lines": Budget(65_070, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

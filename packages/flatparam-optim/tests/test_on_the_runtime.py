@@ -65,3 +65,21 @@ def test_the_numbers_of_one_process(kind: str, frees: bool, use_orig_params: boo
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_a_step_that_is_a_number(kind: str) -> None:
+    """A state that counts steps in an int, as transformers' Adafactor does, is stepped as one with a tensor."""
+    stepped = []
+    for count in (int, lambda number: torch.tensor(float(number))):
+        model = build()
+        optimizer = MAKES[kind](model.parameters())
+        for number in range(2):
+            model(torch.full((2, 5), 1.0 + number).cumsum(1)).square().mean().backward()
+            optimizer.step()
+            for parameter, state in optimizer.state.items():
+                # AdamW, which steps the others, is torch's.
+                if "step" in state and parameter.ndim == 2:
+                    state["step"] = count(int(state["step"]))
+        stepped.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *stepped))

@@ -28,6 +28,15 @@ from flatparam_core import FlatParamError
 from flatparam_state import optimizer_state_dict
 from flatparam_state.optimizer.held import Holding
 
+__all__ = [
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
+]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -108,6 +108,9 @@ def run_program(arguments: Sequence[str]) -> int:
             del rest[0]
         if not rest:
             raise CannotRun("expected a script, or -m and a module: flatparam run [--] script.py ...")
+        is_module = find == Program.module
+        # A wrong path is told before torch is imported.
+        program = None if is_module else find(rest[0])
         # Before the packages around a module are imported; torch's names are early there.
         from flatparam_clients.children import Reach, carry_to_processes, patch_of_reruns
         from flatparam_clients.installing import install
@@ -116,8 +119,7 @@ def run_program(arguments: Sequence[str]) -> int:
         carry_to_processes()
         reach = Reach()
         reach.watch()
-        is_module = find == Program.module
-        program = find(rest[0])
+        program = program or find(rest[0])
         patch_of_reruns(rest[0] if is_module else os.path.abspath(rest[0]), is_module=is_module).put()
         try:
             program.run(rest[1:])

@@ -10,7 +10,7 @@ from .calling import Caller
 
 def test_a_tree(flatparam: Caller) -> None:
     """It shows format, writer, and a tree of names with shapes, dtypes and bytes; parts add up."""
-    found = flatparam("inspect", "@run")
+    found = flatparam("inspect", "@run", "--depth", 99)
     assert (found.status, found.err) == (0, "")
     lines = found.out.splitlines()
     assert lines[0] == "flatparam, 9 tensors, 444 B"
@@ -20,6 +20,13 @@ def test_a_tree(flatparam: Caller) -> None:
     assert "    weight: [6, 5] float32, 120 B" in lines
     assert "    betas: (0.9, 0.99)" in lines
     assert "extra.epoch: 3" in lines
+
+
+def test_a_summary(flatparam: Caller) -> None:
+    """By default two levels are shown: the parts, and what is in them, but no tensor of a block."""
+    found = flatparam("inspect", "@run").out
+    assert "\n  blocks.0: 2 tensors, 144 B\n  head.weight: [3, 6]" in found
+    assert "    weight" not in found
 
 
 def test_fewer_levels(flatparam: Caller) -> None:
@@ -54,7 +61,7 @@ def test_no_checkpoint(name: str, flatparam: Caller) -> None:
     (flatparam.directory / "run").rename(flatparam.directory / "other")
     found = flatparam("inspect", name)
     assert (found.status, found.out) == (2, "")
-    assert found.err.startswith("flatparam: ")
+    assert found.err.startswith(("flatparam: ", "flatparam ckpt inspect: error: argument PATH: "))
     assert found.err.count("\n") == 1
     assert ("does not exist" in found.err) == (name == "@gone")
 

@@ -89,9 +89,9 @@ class _FunctionRule:
 
 def count_step(state: Any) -> None:
     """Count a step in the state of a part, on the host, which reads it in each step."""
-    if "step" not in state:
-        state["step"] = torch.tensor(0.0, device="cpu")
-    state["step"] = state["step"].cpu()
+    step = state.get("step", 0.0)
+    # Other optimizers, such as that of transformers, count in a number.
+    state["step"] = step.cpu() if isinstance(step, Tensor) else torch.tensor(float(step), device="cpu")
     state["step"] += 1
 
 

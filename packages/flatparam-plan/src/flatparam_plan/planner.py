@@ -74,9 +74,24 @@ def plan_of(program: TrainingProgram, setup: Setup, *, steps: int = 2, profile: 
 
 
 def plans_of(
-    program: TrainingProgram, setups: Sequence[Setup], *, steps: int = 2, profile: Any = None
+    program: TrainingProgram,
+    setups: Sequence[Setup],
+    *,
+    steps: int = 2,
+    profile: Any = None,
+    observe: Callable[[int], object] = lambda count: None,
 ) -> list[Plan]:
-    """The plans of `program` under several setups; see `plan`. What is measured on this machine is run in turn."""
+    """Return the plans of `program` under several setups; see `plan`. What is measured on this machine is run in turn.
+
+    Args:
+        observe: called with 1 for each setup that is rehearsed.
+    """
+
+    def rehearsed(setup: Setup) -> Rehearsal:
+        found = rehearse(program, setup, steps=steps)
+        observe(1)
+        return found
+
     if profile is not None:
         # What predicts the time is not needed without a profile.
         from flatparam_plan.hardware.profile import transport_here
@@ -84,10 +99,9 @@ def plans_of(
 
         transport = transport_here(profile)
         if transport is not None:
-            rehearsed = [rehearse(program, setup_here(each, transport), steps=steps) for each in setups]
-            predictions = predicted_here(program, rehearsed)
-            return [plan_from(*each) for each in zip(rehearsed, predictions, strict=True)]
-    return [plan_from(rehearse(program, each, steps=steps), profile=profile) for each in setups]
+            here = [rehearsed(setup_here(each, transport)) for each in setups]
+            return [plan_from(*each) for each in zip(here, predicted_here(program, here), strict=True)]
+    return [plan_from(rehearsed(each), profile=profile) for each in setups]
 
 
 def plan_from(found: Rehearsal, prediction: Prediction | None = None, *, profile: Any = None) -> Plan:

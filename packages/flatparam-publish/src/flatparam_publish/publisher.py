@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from flatparam_files.disk.progress import progress_bar
 from flatparam_publish.catalogue import Catalogue, ReceiverNames, published_tensors
 from flatparam_publish.channel import Channel, Frames, NewVersion, VersionId
 from flatparam_publish.encoding import bits_of, changes, values
@@ -159,8 +160,12 @@ class Publisher:
             shard.look_at((tensor, published), self._channel.slicing, own)
 
     def _frames(self, wants_all: bool) -> Frames:
-        for shard in self._shards:
-            yield from shard.frames(wants_all, self._bucket)
+        shows = None if topology_of(self._model).is_first else False
+        nbytes = sum(shard.local.nbytes for shard in self._shards)
+        with progress_bar("publish", nbytes, shows) as observe:
+            for shard in self._shards:
+                yield from shard.frames(wants_all, self._bucket)
+                observe(shard.local.nbytes)
 
 
 @final

@@ -30,6 +30,8 @@ _ADDONS: Final = (
 )
 """Those that can be lacking."""
 _CLIENTS: Final = "flatparam_clients"
+TRACE_FOLDER: Final = "FLATPARAM_TRACE"
+"""The variable of the environment that has the folder of traces."""
 
 
 def load(module: str) -> ModuleType:

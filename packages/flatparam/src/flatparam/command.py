@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from flatparam import __version__
-from flatparam.addons import commands, load
+from flatparam.addons import TRACE_FOLDER, commands, load
 
 __all__ = ["main"]
 
@@ -57,9 +57,6 @@ def _run_program(arguments: Sequence[str], *, traces: str | None = None) -> int:
         sys.stderr.write(f"flatparam {'run' if traces is None else 'trace'}: error: {error}\n")
         return 2
     if traces is not None:
-        # This imports torch.
-        from flatparam.resolving.arguments import TRACE_FOLDER
-
         os.environ[TRACE_FOLDER] = os.path.abspath(traces)
     status: int = programs.run_program(arguments)
     return status
@@ -80,6 +77,29 @@ class _Versions(argparse.Action):
         parser.exit()
 
 
+class _Completion(argparse.Action):
+    """Write the script by which a shell completes the command line, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, *__: Any) -> None:
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            parser.error("--print-completion takes shtab: pip install shtab (flatparam[completion])")
+        for action in _actions(parser):
+            if getattr(action.type, "__name__", action.dest) in ("Path", "existing", "SCRIPT"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(parser, shell=value))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
+
+
 class _Lacking(argparse.Action):
     """Say what a command lacks, and exit."""
 
@@ -97,6 +117,13 @@ def parser(shared: Any) -> argparse.ArgumentParser:
         prog="flatparam", description="Tools of the flatparam library."
     )
     top.add_argument("--version", action=_Versions)
+    shells = ("bash", "zsh", "tcsh")
+    top.add_argument(
+        "--print-completion",
+        action=_Completion,
+        choices=shells,
+        help="write a script for this shell, and exit",
+    )
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     _add_those_of_addons(groups)
     return top

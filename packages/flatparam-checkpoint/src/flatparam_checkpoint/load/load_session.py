@@ -22,6 +22,7 @@ from flatparam_files import CheckpointError, CheckpointReader
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
 from flatparam_files.checkpoint.manifest import MANIFEST, Manifest
 from flatparam_files.checkpoint.reader import deletion_of, what_it_says
+from flatparam_files.disk.progress import progress_bar
 from flatparam_runtime import ExchangesValues, warn_caller
 from flatparam_state.at_rest import bring_to_rest
 
@@ -190,7 +191,12 @@ def _read(
         )
     for rank, file in enumerate(manifest.files):
         _check_presence(directory, path / file.name, file.nbytes, rank)
-    with CheckpointReader(path, manifest) as reader:
+    share = sum(file.nbytes for file in manifest.files) // ranks.size
+    shows = False if ranks.rank else None
+    with (
+        CheckpointReader(path, manifest) as reader,
+        progress_bar(f"load step {manifest.step}", share, shows) as reader.observe,
+    ):
         return prepare(reader, ranks, subject, options)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib
 import importlib.util
 import os
-import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, final, overload
 
@@ -30,6 +28,7 @@ from flatparam_checkpoint.pretrained.making import (
 )
 from flatparam_checkpoint.pretrained.read import read_pretrained
 from flatparam_files import CheckpointError
+from flatparam_files.disk.progress import progress_bar
 from flatparam_runtime import Topology, clean_fqn, resolve_topology, telling, units_in
 from flatparam_state.forms.deferred import ValuesLater
 
@@ -108,7 +107,7 @@ def load_pretrained(
         dtype: for the floating-point parameters; by default those that the model gives them.
         strict: refuse files that lack a tensor of the model, or have others. Otherwise what is missing gets the values
             that `param_init_fn` or `reset_parameters()` gives it; the first rank warns of both.
-        progress: show a bar on the first rank; by default if stderr is a terminal. It takes `tqdm`.
+        progress: show a bar on the first rank; by default if stderr is a terminal and `FLATPARAM_PROGRESS` is not 0.
         output_loading_info: return a report too.
         arguments: those of `FullyShardedDataParallel`; none for a model that is sharded already.
 
@@ -142,7 +141,10 @@ def load_pretrained(
                 cast_parameters(made, dtype)
             made = _sharded(made, files, found, arguments)
             _equal_copies(made, found.missing)
-        with _bar(progress, files, topology) as observe:
+        share = files.nbytes // topology.data_parallel_size
+        with progress_bar(
+            f"load {files.path.name}", share, progress if topology.is_first else False
+        ) as observe:
             nbytes_read = read_pretrained(made, files, topology, observe=observe)
     if topology.is_first:
         _warn(files, found)
@@ -391,26 +393,6 @@ def _equal_copies(model: nn.Module, missing: Sequence[str]) -> None:
             copies.broadcast(sent, label=unit.name).wait()
             if sent is not values:
                 values.copy_(sent)
-
-
-@contextlib.contextmanager
-def _bar(asked: bool | None, files: PretrainedFiles, topology: Topology) -> Iterator[Callable[[int], object]]:
-    """Show a bar over the bytes that the first rank reads."""
-    shows = sys.stderr.isatty() if asked is None else asked
-    if not (shows and topology.is_first) or importlib.util.find_spec("tqdm") is None:
-        yield lambda done: None
-        return
-    # Imported only if a bar is shown.
-    from tqdm import tqdm
-
-    with tqdm(
-        total=files.nbytes // topology.data_parallel_size,
-        desc=f"load {files.path.name}",
-        unit="B",
-        unit_scale=True,
-    ) as bar:
-        # The shares of ranks differ by some elements.
-        yield lambda done: bar.update(min(done, bar.total - bar.n))
 
 
 def _warn(files: PretrainedFiles, found: Fit) -> None:

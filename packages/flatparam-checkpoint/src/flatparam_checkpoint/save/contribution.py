@@ -15,6 +15,7 @@ from flatparam_files import CHUNK_NBYTES, OnMoment, Staging, TensorInfo
 from flatparam_files.checkpoint.manifest import RankValue, TensorRecord
 from flatparam_files.checkpoint.rank_part import RankFileWriter, RankReport, Ticket
 from flatparam_files.checkpoint.values import encode
+from flatparam_files.disk.progress import progress_bar
 from flatparam_files.disk.source import filled
 from flatparam_files.disk.system import make_directory
 from flatparam_runtime import Span
@@ -96,15 +97,23 @@ class Contribution:
         """Return the same with all bytes in host memory of its own."""
         return attrs.evolve(self, pieces=[piece.staged() for piece in self.pieces])
 
-    def write(self, ticket: Ticket, rank: int, world_size: int, on_moment: OnMoment) -> None:
-        """Write it to the file of `rank` in the temporary directory, and then the rank's report."""
+    def write(
+        self, ticket: Ticket, rank: int, world_size: int, on_moment: OnMoment, *, shows: bool | None = False
+    ) -> None:
+        """Write it to the file of `rank` in the temporary directory, and then the rank's report.
+
+        Args:
+            shows: whether to show a bar, see `progress_bar`.
+        """
         make_directory(ticket.temporary)
         plans = [(piece.path, piece.record, piece.span) for piece in self.pieces]
         writer = RankFileWriter(ticket, rank, world_size, plans, staging=Staging(), on_moment=on_moment)
         try:
-            for piece in self.pieces:
-                if piece.span:
-                    writer.write(_row_major_chunks(piece.elements))
+            with progress_bar(f"save step {ticket.step}", self.nbytes, shows) as observe:
+                for piece in self.pieces:
+                    if piece.span:
+                        writer.write(_row_major_chunks(piece.elements))
+                    observe(piece.nbytes)
             file = writer.finish()
         finally:
             writer.close()

@@ -155,7 +155,8 @@ class Saver:
         return contribution, shared
 
     def _write_part(self, ticket: Ticket, contribution: Contribution) -> None:
-        contribution.write(ticket, self._ranks.rank, self._ranks.size, self._on_moment)
+        shows = False if self._asynchronous or self._ranks.rank else None
+        contribution.write(ticket, self._ranks.rank, self._ranks.size, self._on_moment, shows=shows)
 
     def _write(self, ticket: Ticket, contribution: Contribution) -> None:
         """Write and commit, all ranks together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
@@ -93,6 +93,8 @@ class CheckpointReader:
         """The open files by rank, the one that was used last at the end."""
         self._checked: set[int] = set()
         self._nbytes_read_of_closed = 0
+        self.observe: Callable[[int], object] = lambda nbytes: None
+        """Called with the number of bytes after each read."""
 
     def __repr__(self) -> str:
         return f"CheckpointReader({str(self.path)!r}, step={self.manifest.step})"
@@ -231,6 +233,7 @@ class CheckpointReader:
             end = min(min(block + step, last) * BLOCK_NBYTES, nbytes)
             data = self.file(piece.file).read(piece.offset + begin, end - begin)
             self._verify(path, piece, block, data)
+            self.observe(len(data))
             tensor = tensor_of(data, record.info.dtype)
             inside = Span(max(start, begin), min(stop, end)).relative_to(begin)
             yield tensor[inside.start // itemsize : inside.stop // itemsize]

@@ -1,6 +1,6 @@
 """The command `flatparam ckpt`, and what other commands of `flatparam` share with it."""
 
-from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, main, natural, nbytes_of
+from flatparam_files.command.ckpt_arguments import DTYPES, add, dtype_name, existing, main, natural, nbytes_of
 from flatparam_files.command.shared import (
     ArgumentsError,
     Parser,
@@ -19,6 +19,7 @@ __all__ = [
     "add",
     "add_command",
     "dtype_name",
+    "existing",
     "exit_statuses",
     "main",
     "natural",

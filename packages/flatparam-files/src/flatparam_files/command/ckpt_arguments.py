@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ _HERE: Final = "flatparam_files.command"
 PARTS: Final = ("model", "optimizer", "extra")
 _EXAMPLES: Final = """\
 examples:
-  flatparam ckpt inspect runs/a                          the latest checkpoint of a run, as a tree
+  flatparam ckpt inspect runs/a                          a summary of the latest checkpoint of a run
+  flatparam ckpt inspect runs/a --depth 99               every tensor, with shape and dtype
   flatparam ckpt verify runs/a/step-00001000             compare every byte with its checksum
   flatparam ckpt diff runs/a model.safetensors --only model
   flatparam ckpt reshard runs/a runs/b --world-size 64   for 64 ranks (any number can load any checkpoint)
@@ -50,15 +52,22 @@ def add(groups: Commands) -> None:
 
 
 def _add_inspect_and_verify(commands: Commands) -> None:
-    text = "show what is in a checkpoint, as a tree with shapes, dtypes and bytes, and who wrote it"
+    text = (
+        "show a summary of a checkpoint: who wrote it, its parts and their bytes; --depth shows its tensors"
+    )
     added = add_command(commands, "inspect", text, f"{_HERE}.ckpt_commands", "inspect")
-    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
+    added.add_argument("source", metavar="PATH", nargs="?", type=existing, help="the checkpoint")
     added.add_argument("--json", action="store_true", help="everything as one JSON object")
-    added.add_argument("--depth", type=natural, help="show this many levels of the tree")
+    added.add_argument(
+        "--depth",
+        type=natural,
+        default=2,
+        help="show so many levels of the tree: 2, or 99 for all (default: 2)",
+    )
     _add_reading(added)
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
     added = add_command(commands, "verify", text, f"{_HERE}.ckpt_commands", "verify", one="it is damaged")
-    added.add_argument("source", metavar="PATH", nargs="?", help="the checkpoint")
+    added.add_argument("source", metavar="PATH", nargs="?", type=existing, help="the checkpoint")
     _add_reading(added, parts=False)
     _add_progress(added)
 
@@ -66,8 +75,8 @@ def _add_inspect_and_verify(commands: Commands) -> None:
 def _add_diff(commands: Commands) -> None:
     text = "compare two checkpoints of any formats: names, shapes, dtypes, values and every element"
     added = add_command(commands, "diff", text, f"{_HERE}.ckpt_commands", "diff", one="they differ")
-    added.add_argument("first", metavar="A", help="a checkpoint")
-    added.add_argument("second", metavar="B", help="another")
+    added.add_argument("first", metavar="A", type=existing, help="a checkpoint")
+    added.add_argument("second", metavar="B", type=existing, help="another")
     added.add_argument(
         "--tolerance",
         type=_tolerance,
@@ -128,7 +137,11 @@ def _add_own(commands: Commands, name: str, text: str, *, needs_world_size: bool
 
 def _add_paths(added: argparse.ArgumentParser, destination: str) -> None:
     added.add_argument(
-        "source", metavar="SRC", nargs="?", help="the checkpoint to read; or give --model, --optimizer"
+        "source",
+        metavar="SRC",
+        nargs="?",
+        type=existing,
+        help="the checkpoint to read; or give --model, --optimizer",
     )
     added.add_argument("destination", metavar="DEST", type=Path, help=destination)
 
@@ -156,15 +169,22 @@ def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bo
             "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
         )
     if pair:
-        added.add_argument("--model", metavar="PATH", help="the model's file, if the optimizer's is separate")
-        added.add_argument("--optimizer", metavar="PATH", help="the optimizer's file beside that of --model")
+        for name, text in (
+            ("--model", "the model's file, if the optimizer's is separate"),
+            ("--optimizer", "the optimizer's file beside that of --model"),
+        ):
+            added.add_argument(name, metavar="PATH", type=existing, help=text)
 
 
 def _add_progress(added: argparse.ArgumentParser) -> None:
     """Add the options of a command that may take long."""
-    added.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    added.add_argument("--quiet", action="store_true", help="say nothing but errors, and show no bar")
     added.add_argument(
-        "--no-progress", action="store_true", help="show no progress bar (there is none in a pipe)"
+        "--no-progress",
+        dest="bar",
+        action="store_false",
+        default=None,
+        help="show no progress bar (there is none in a pipe, or with FLATPARAM_PROGRESS=0)",
     )
 
 
@@ -203,6 +223,13 @@ def nbytes_of(text: str) -> int:
     if nbytes < 1:
         raise argparse.ArgumentTypeError("expected a size of at least one byte")
     return nbytes
+
+
+def existing(text: str) -> str:
+    """Return the path of something that is there."""
+    if not os.path.exists(text):
+        raise argparse.ArgumentTypeError(f"the path {text} does not exist; check the path")
+    return text
 
 
 def _ranks(text: str) -> int:

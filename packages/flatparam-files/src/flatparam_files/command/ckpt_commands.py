@@ -34,7 +34,8 @@ from flatparam_files import (
     write_hugging_face,
     write_torch_file,
 )
-from flatparam_files.command.shared import ArgumentsError, say, say_aside, showing, shown_nbytes
+from flatparam_files.command.shared import ArgumentsError, say, say_aside, shown_nbytes
+from flatparam_files.disk.progress import progress_bar
 from flatparam_files.disk.system import free_nbytes
 
 _VALUE_WIDTH = 60
@@ -158,7 +159,7 @@ def verify(chosen: argparse.Namespace) -> int:
         say_aside(error)
         return 1
     total = sum(info.nbytes for info in source.tensors.values())
-    with showing(chosen, "verify", total) as observe:
+    with progress_bar("verify", total, chosen.bar) as observe:
         found = verify_source(source, observe)
     for problem in found.problems:
         say_aside(problem)
@@ -272,7 +273,8 @@ def _elements(first: Source, second: Source, chosen: argparse.Namespace) -> list
         if path in second.tensors and info.shape == second.tensors[path].shape and info.numel
     ]
     found = []
-    with showing(chosen, "diff", sum(first.tensors[path].nbytes for path in common)) as observe:
+    nbytes = sum(first.tensors[path].nbytes for path in common)
+    with progress_bar("diff", nbytes, chosen.bar) as observe:
         for path in common:
             info, other_info = first.tensors[path], second.tensors[path]
             difference = _Difference(info, chosen.tolerance)
@@ -417,7 +419,7 @@ def _converted(source: Source, chosen: argparse.Namespace, write: Callable[..., 
             hint="choose a different place",
         )
     if not chosen.dry_run:
-        with showing(chosen, chosen.destination.name, nbytes) as observe:
+        with progress_bar(chosen.destination.name, nbytes, chosen.bar) as observe:
             write(watch(source, observe), chosen.destination)
     if not chosen.quiet:
         verb = "would write" if chosen.dry_run else "wrote"

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn, TextIO, TypeAlias
 
@@ -101,22 +100,6 @@ def scaled(value: float, units: Sequence[str]) -> str:
 def shown_nbytes(nbytes: float) -> str:
     """Return a number of bytes: `1.23 GB`."""
     return scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-# Progress in bytes, on a terminal
-
-
-@contextmanager
-def showing(chosen: argparse.Namespace, what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar over `nbytes` on stderr, if that is a terminal; yields what is called with each part done."""
-    if chosen.quiet or chosen.no_progress or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    # Imported only if a bar is shown.
-    from tqdm import tqdm
-
-    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
-        yield bar.update
 
 
 # From the arguments of a process to its exit status

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from flatparam_files.command import ArgumentsError, shown_nbytes
+from flatparam_files.disk.progress import progress_bar
 from flatparam_plan import PlanError
 from flatparam_plan.costs import measure
 from flatparam_plan.hardware.profile import device_of
@@ -36,7 +37,8 @@ def run(chosen: argparse.Namespace) -> int:
         setups = _setups_of(chosen)
         if chosen.fit is not None:
             return _fit(chosen, program, setups)
-        plans = plans_of(program, setups, steps=chosen.steps, profile=chosen.profile)
+        with progress_bar("plan", len(setups), unit=" plans") as observe:
+            plans = plans_of(program, setups, steps=chosen.steps, profile=chosen.profile, observe=observe)
         if chosen.json:
             facts = [plan.facts() for plan in plans]
             _write_json(facts[0] if len(facts) == 1 else facts)
@@ -95,7 +97,8 @@ def _check_output(chosen: argparse.Namespace) -> None:
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
     from flatparam_plan.fitting.fastest import fit
 
-    fitted = fit(program, setups[0], memory=chosen.fit, profile=chosen.profile)
+    with progress_bar("plan", None, unit=" plans") as observe:
+        fitted = fit(program, setups[0], memory=chosen.fit, profile=chosen.profile, observe=observe)
     if chosen.json:
         _write_json(fitted.facts())
     else:

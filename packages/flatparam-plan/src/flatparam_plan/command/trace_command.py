@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from flatparam_files.command import ArgumentsError, add_command, exit_statuses, say
+from flatparam_files.command import ArgumentsError, add_command, existing, exit_statuses, say
 from flatparam_plan.picture import Picture, columns, shown_seconds
 
 _EXAMPLES: Final = """\
@@ -46,7 +46,7 @@ def add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="the first of several steps, too: in it memory and much else is made",
     )
     draw.add_argument("picture", metavar="SVG", type=Path, help="the picture to write")
-    draw.add_argument("traces", metavar="TRACE", type=Path, nargs="+", help="a trace")
+    draw.add_argument("traces", metavar="TRACE", type=existing, nargs="+", help="a trace")
     diff = add_command(
         commands,
         "diff",
@@ -55,8 +55,8 @@ def add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "diff",
         one="calls differ",
     )
-    diff.add_argument("first", metavar="A", type=Path, help="a trace")
-    diff.add_argument("second", metavar="B", type=Path, help="another")
+    diff.add_argument("first", metavar="A", type=existing, help="a trace")
+    diff.add_argument("second", metavar="B", type=existing, help="another")
 
 
 def draw(chosen: argparse.Namespace) -> int:
@@ -93,8 +93,8 @@ def diff(chosen: argparse.Namespace) -> int:
     return 1 if differs else 0
 
 
-def _read(path: Path) -> Picture:
+def _read(path: str) -> Picture:
     try:
-        return Picture.read(path.read_text(encoding="utf-8"))
+        return Picture.read(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ArgumentsError(f"{path}: {error}") from error

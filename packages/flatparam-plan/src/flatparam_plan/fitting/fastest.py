@@ -38,6 +38,7 @@ def fit(
     memory: int,
     profile: AnyProfile,
     only_units: bool = False,
+    observe: Callable[[int], object] = lambda count: None,
 ) -> Fitted:
     """Choose the units of `program` and what they do, for the least predicted time with a peak of at most `memory`.
 
@@ -54,24 +55,30 @@ def fit(
         memory: the most bytes that a rank may have in use at once.
         profile: the hardware, for the time of a step: a profile, the name of one, or "this-machine".
         only_units: leave the strategy and the activations as they are.
+        observe: called with 1 after each plan.
 
     Raises:
         PlanError: if no way fits; the message says how much the smallest takes. Also if this machine cannot run it.
     """
     transport = transport_here(profile)
     if transport is None:
-        return _fitted(_searched(program, setup, memory, profile_named(profile), only_units))
+        return _fitted(_searched(program, setup, memory, profile_named(profile), only_units, observe))
     setup = setup_here(setup, transport)
     [timings] = timed_here([(program, with_blocks(program, setup))])
-    search = _searched(program, setup, memory, profile_here(timings, setup), only_units)
+    search = _searched(program, setup, memory, profile_here(timings, setup), only_units, observe)
     _measure(search)
     return _fitted(search)
 
 
 def _searched(
-    program: TrainingProgram, setup: Setup, memory: int, profile: Profile, only_units: bool
+    program: TrainingProgram,
+    setup: Setup,
+    memory: int,
+    profile: Profile,
+    only_units: bool,
+    observe: Callable[[int], object],
 ) -> _Search:
-    search = _Search(setup, memory, Planner(program, profile), only_units)
+    search = _Search(setup, memory, Planner(program, profile), only_units, observe)
     search.run()
     if search.best.peak.nbytes > memory:
         raise PlanError(
@@ -128,6 +135,7 @@ class _Search:
     memory: int
     planner: Planner
     only_units: bool
+    observe: Callable[[int], object]
     plans: list[Plan] = attrs.field(factory=list)
     """Every plan, in the order in which they were made: the first has each block as a unit with FULL_SHARD."""
     before: dict[int, Plan] = attrs.field(factory=dict)
@@ -293,6 +301,7 @@ class _Search:
     def _plan(self, setup: Setup) -> Plan:
         plan = self.planner.plan(setup)
         self.plans.append(plan)
+        self.observe(1)
         return plan
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
+from flatparam.addons import TRACE_FOLDER
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, WrapFunction, _Policy
@@ -77,9 +78,6 @@ class Arguments:
         mine, theirs = self.by_name(), others.by_name()
         return all(mine[name] is theirs[name] for name in mine)
 
-
-TRACE_FOLDER: Final = "FLATPARAM_TRACE"
-"""The variable that has the folder of traces."""
 
 _EFFECTS: Final = {
     "FSDP_USE_FAKE_ALL_GATHER": "parameters are not gathered: every result is wrong, and only timings mean something",
