@@ -40,6 +40,7 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
     "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
+    "flatparam-sums": ("flatparam-comm", "flatparam-runtime"),
 }
 #: What each tool may import. Tools are for tests, ours and others': no package needs one to run.
 TOOLS: Final[dict[str, tuple[str, ...]]] = {"flatparam-simdev": ("flatparam-comm",)}
@@ -56,6 +57,7 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
             "flatparam-checkpoint",
             "flatparam-optim",
             "flatparam-publish",
+            "flatparam-sums",
         ),
         ("flatparam-guard", "flatparam-onehost"),
     ),

@@ -54,7 +54,14 @@ from flatparam_comm.topology.resolving import resolve_topology, with_shared_memo
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
 from flatparam_comm.transfer.gather import Gather
-from flatparam_comm.transfer.reduction import Averaging, Reduced, Reducer, Reduction, gradient_divisors
+from flatparam_comm.transfer.reduction import (
+    Averaging,
+    Reduced,
+    Reducer,
+    Reduction,
+    Weighing,
+    gradient_divisors,
+)
 from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, acting_as, streams_of
 from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_core import (
@@ -167,6 +174,7 @@ __all__ = [
     "Totals",
     "Transfer",
     "Transitions",
+    "Weighing",
     "WorldTimeout",
     "broadcast_tensors",
     "clean_fqn",

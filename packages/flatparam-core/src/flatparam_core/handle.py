@@ -407,19 +407,19 @@ class FlatParamHandle:
 
     # Gradients
 
-    def deposit(self, index: int, *, divisor: float = 1.0) -> None:
-        """Move the finished gradient of leaf `index`, divided by `divisor`, to its slot; do nothing if it is None."""
+    def deposit(self, index: int, *, divisor: float = 1.0, weight: float = 1.0) -> None:
+        """Move the finished gradient of leaf `index`, `weight / divisor` times, to its slot, unless it is None."""
         for _, gradient in zip(*self.form.take_gradients([index]), strict=True):
-            self.gradients.deposit(index, gradient, divisor=divisor)
+            self.gradients.deposit(index, gradient, divisor=divisor, weight=weight)
 
-    def keep(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
+    def keep(self, indices: Sequence[int], *, divisor: float = 1.0, weight: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
-        self.gradients.keep_all(*self.form.take_gradients(indices), divisor=divisor)
+        self.gradients.keep_all(*self.form.take_gradients(indices), divisor=divisor, weight=weight)
 
-    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
+    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0, weight: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` and the kept ones; a few calls handle all small ones."""
         indices, gradients = self.forms.current.take_gradients(indices)
-        self.gradients.deposit_all(indices, gradients, divisor=divisor)
+        self.gradients.deposit_all(indices, gradients, divisor=divisor, weight=weight)
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to reduce-scatter: `(output, input)`.

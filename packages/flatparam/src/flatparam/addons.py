@@ -27,6 +27,7 @@ _ADDONS: Final = (
     "flatparam_optim",
     "flatparam_plan",
     "flatparam_publish",
+    "flatparam_sums",
 )
 """Those that can be lacking."""
 _CLIENTS: Final = "flatparam_clients"

@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(training.Accumulating, nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and

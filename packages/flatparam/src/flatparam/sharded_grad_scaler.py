@@ -127,6 +127,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return value._make(items)
         return type(value)(items) if isinstance(value, (list, tuple)) else items
 
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return torch's scale and its tracker; a rank without a loss in this step has scaled none, and has them too."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        found: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
+        return found
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

@@ -121,6 +121,9 @@ class Fingerprint:
     """Whether no rank has been found to list less than there is."""
     listed: set[tuple[int, int]] = attrs.field(factory=set)
     """The parameters without elements on this rank that its optimizers list: the handle's identity, and the index."""
+    script: Callable[[Acting, int, int], None] | None = None
+    """What is told of each gather, with the unit's number and the bytes, instead of the hash: ranks gather for others
+    while they have nothing to compute."""
     before_each: Callable[[Topology, Deed], None] | None = None
     """A check before each collective, while `progress` asks for one."""
     progress: Progress = Progress.NEW
@@ -156,6 +159,10 @@ class Fingerprint:
 
     def note(self, kind: DeedKind, unit: Acting, number: int, nbytes: int) -> None:
         """Add to the hash what `unit`, the unit `number` of its tree, is about to do."""
+        if self.script is not None:
+            if kind == "gather":
+                self.script(unit, number, nbytes)
+            return
         if self.before_each is not None:
             self.before_each(unit.topology, Deed.of(kind, unit, nbytes))
         if kind == "reduce":

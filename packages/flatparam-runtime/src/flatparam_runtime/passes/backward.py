@@ -237,11 +237,11 @@ class BackwardPass:
         record = self.records.get(unit)
         if record is None or record.stage is not Stage.ACTIVE:
             record = self._activate(unit)
-        handle, divisor = unit.handles[number], record.averaging.before
+        handle, averaging = unit.handles[number], record.averaging
         if record.keeps:
-            handle.keep([index], divisor=divisor)
+            handle.keep([index], divisor=averaging.before, weight=averaging.weight)
         else:
-            handle.deposit(index, divisor=divisor)
+            handle.deposit(index, divisor=averaging.before, weight=averaging.weight)
         key = (number, index)
         # In a different autograd run, more of this gradient may follow.
         if key in record.leaves and current_run() == record.run:
@@ -286,7 +286,7 @@ class BackwardPass:
             self.reductions.make_room()
         for _, handle, watch in trained:
             take = handle.keep if averaging.in_parts and syncs else handle.deposit_all
-            take(watch.unhooked, divisor=averaging.before)
+            take(watch.unhooked, divisor=averaging.before, weight=averaging.weight)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         if unit.phase is Phase.REDUCING:

@@ -32,6 +32,7 @@ from flatparam_runtime.autograd import CALL, in_backward, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.record import ForwardPass, next_forward
+from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit import (
     ForwardCall,
     InnerCall,
@@ -204,14 +205,7 @@ class UnitTree:
             self._look_at_comparison()
         else:
             self.check_comparison()
-        if self.fingerprint.progress is Progress.NEW:
-            check_no_graphs(self.root, self.units)
-            agree_on_units(self.units)
-            for unit in self.units:
-                # A new object in the place of an original is no newcomer.
-                unit.take_over()
-            warn_of_newcomers(self.units)
-            self.fingerprint.advance(Progress.BEGUN)
+        self.introduce()
         for unit in self.units:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
@@ -221,6 +215,38 @@ class UnitTree:
         calls_before = len(before.ended) if before.recorded else before.calls_before
         self.forward = ForwardPass(recorded, self.streams.current(), calls_before)
         self.fingerprint.begin_pass(recorded=recorded, before_each=agree_on_deed)
+
+    def introduce(self) -> None:
+        """Have the ranks compare their units, if they never did; every rank calls it before its first pass."""
+        if self.fingerprint.progress is Progress.NEW:
+            check_no_graphs(self.root, self.units)
+            agree_on_units(self.units)
+            for unit in self.units:
+                # A new object in the place of an original is no newcomer.
+                unit.take_over()
+            warn_of_newcomers(self.units)
+            self.fingerprint.advance(Progress.BEGUN)
+
+    def settle_leftovers(self) -> None:
+        """Free full parameters that may not be used between passes any more, as the next forward pass would."""
+        self.drop_remains()
+        self._settle_leftovers()
+
+    def reduce_waiting(self) -> None:
+        """Reduce the gradients that passes without synchronisation have collected; every rank calls it, between passes.
+
+        Ranks that have collected nothing add zeros. Full parameters are freed, as at the end of a backward pass.
+        """
+        self.fingerprint.begin_pass(recorded=True, before_each=agree_on_deed)
+        for unit in self.units:
+            unit.reducer.unsynced.update(unit.trainable)
+        self.pool.keeps = True
+        reductions = Reductions(self.streams.runs_ahead)
+        current = BackwardPass(
+            self.units, self.latest_forward, self.fingerprint, self.pool, self.end_backward, reductions, {}
+        )
+        self._backward = current
+        current.finish()
 
     def _check_transforms(self, under: Sequence[str]) -> None:
         told = f"unit {self.root.name!r}: its forward pass is inside a transform of torch.func ({', '.join(under)})"

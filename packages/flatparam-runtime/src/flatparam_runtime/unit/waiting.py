@@ -36,6 +36,7 @@ def drop_waiting(units: Collection[Unit]) -> None:
     for unit in _in_order():
         if unit in wanted:
             _drop(unit, {handle: range(len(handle.layout.slots)) for handle in unit.handles})
+    _forget_weights(wanted)
 
 
 def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
@@ -59,6 +60,15 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
             continue
         for unit in units:
             _drop(unit, {handle: sorted(named[handle]) for handle in unit.handles if handle in named})
+    _forget_weights(unit for unit in WAITING if not named.keys().isdisjoint(unit.handles))
+
+
+def _forget_weights(dropped: Iterable[Unit]) -> None:
+    """Forget the weights of micro-batches of which no gradient is left, now that those of some units are dropped."""
+    for weighing in {unit.reducer.weighing for unit in dropped}:
+        handles = (handle for unit in WAITING if unit.reducer.weighing is weighing for handle in unit.handles)
+        if weighing is not None and all(handle.gradients.is_empty for handle in handles):
+            weighing.reset()
 
 
 def _in_order() -> list[Unit]:

@@ -24,7 +24,7 @@ else:
     _Base = object
 
 
-class FSDPModule(_Base):
+class FSDPModule(training.Accumulating, _Base):
     """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.
 
     The methods are those of torch's `FSDPModule`. The parameters are ordinary tensors: this rank's part of each, with

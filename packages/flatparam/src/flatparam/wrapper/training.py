@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 from torch import nn
 
+from flatparam.addons import load
 from flatparam.wrapper.interior import unit_inside
 from flatparam_runtime import FlatParamError, HookStage, Unit
+
+_SUMS: Final = "flatparam_sums"
 
 
 def set_units_to_forward_prefetch(unit: Unit, modules: Iterable[nn.Module] | None) -> None:
@@ -26,6 +30,33 @@ def set_units_to_backward_prefetch(unit: Unit, modules: Iterable[nn.Module] | No
 
 def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
     return None if modules is None else [unit_inside(module) for module in modules]
+
+
+class Accumulating:
+    """A sharded model whose ranks may have different numbers of micro-batches, of different weights, in each step."""
+
+    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
+        """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
+
+        Args:
+            weight: what the micro-batch counts, such as its tokens; any rank may have any number of micro-batches.
+                Without, every rank has equally many, which count alike.
+        """
+        context: AbstractContextManager[None] = load(_SUMS).accumulate(self, weight)
+        return context
+
+    def reduce_gradients(self) -> None:
+        """Give each parameter the weighted mean of the gradients of all ranks' micro-batches; every rank calls it."""
+        load(_SUMS).reduce_gradients(self)
+
+    def uneven_inputs(self, step: Callable[[], object]) -> AbstractContextManager[None]:
+        """Train inside with data that end earlier on some ranks, which then serve the others until all have ended.
+
+        Args:
+            step: what every rank does after each `reduce_gradients`: clip, step the optimizer, zero the gradients.
+        """
+        context: AbstractContextManager[None] = load(_SUMS).uneven_inputs(self, step)
+        return context
 
 
 @final
