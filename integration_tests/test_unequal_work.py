@@ -168,7 +168,10 @@ def test_processes(transport: str) -> None:
 def scaled(ranks: Collectives) -> tuple[Tensor, list[float]]:
     """Train with a scaler, of which one step overflows, and averages; returns parameters and scales."""
     model = wrapped(ranks, "originals")
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), ShardedGradScaler(device="cpu", init_scale=4.0)
+    optimizer, scaler = (
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        ShardedGradScaler(device="cpu", init_scale=4.0),
+    )
     averages, scales = ShardedEMA(model, 0.5), []
     for step in range(STEPS):
         for number, (x, size) in enumerate(batches(step)):

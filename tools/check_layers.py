@@ -53,7 +53,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "process_group.groups",
         "topology.transports",
     ),
-    "flatparam-runtime": ("optimizers.torch_optimizers",),
+    "flatparam-runtime": ("agreement.fingerprint", "optimizers.torch_optimizers", "passes.record"),
     "flatparam-state": (
         "at_rest",
         "forms.chunker",

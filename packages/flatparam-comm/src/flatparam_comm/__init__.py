@@ -59,7 +59,6 @@ from flatparam_comm.transfer.reduction import (
     Reduced,
     Reducer,
     Reduction,
-    Weighing,
     gradient_divisors,
 )
 from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, acting_as, streams_of
@@ -174,7 +173,6 @@ __all__ = [
     "Totals",
     "Transfer",
     "Transitions",
-    "Weighing",
     "WorldTimeout",
     "broadcast_tensors",
     "clean_fqn",

@@ -412,14 +412,14 @@ class FlatParamHandle:
         for _, gradient in zip(*self.form.take_gradients([index]), strict=True):
             self.gradients.deposit(index, gradient, divisor=divisor, weight=weight)
 
-    def keep(self, indices: Sequence[int], *, divisor: float = 1.0, weight: float = 1.0) -> None:
+    def keep(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` later, with others: at the latest in `begin_reduce`."""
-        self.gradients.keep_all(*self.form.take_gradients(indices), divisor=divisor, weight=weight)
+        self.gradients.keep_all(*self.form.take_gradients(indices), divisor=divisor)
 
-    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0, weight: float = 1.0) -> None:
+    def deposit_all(self, indices: Sequence[int], *, divisor: float = 1.0) -> None:
         """Deposit the gradients of leaves `indices` and the kept ones; a few calls handle all small ones."""
         indices, gradients = self.forms.current.take_gradients(indices)
-        self.gradients.deposit_all(indices, gradients, divisor=divisor, weight=weight)
+        self.gradients.deposit_all(indices, gradients, divisor=divisor)
 
     def begin_reduce(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what to reduce-scatter: `(output, input)`.

@@ -11,11 +11,9 @@ import attrs
 import torch
 
 from flatparam_comm import Collectives, Pending
-from flatparam_runtime import FlatParamError, Topology, Unit
-from flatparam_runtime.agreement.divergence import DivergenceError
+from flatparam_runtime import DivergenceError, FlatParamError, Topology, Unit, UnitTree
 from flatparam_runtime.agreement.fingerprint import Acting, Deed
 from flatparam_runtime.passes.record import ForwardPass
-from flatparam_runtime.passes.tree import UnitTree
 
 Numbers: TypeAlias = "tuple[int, ...]"
 """Units, by their numbers in the tree."""

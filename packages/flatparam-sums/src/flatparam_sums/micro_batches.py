@@ -12,10 +12,9 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam_comm import Weighing
-from flatparam_runtime import FlatParamError, no_sync, telling, tree_of, units_in
-from flatparam_runtime.passes.tree import UnitTree
+from flatparam_runtime import FlatParamError, UnitTree, no_sync, telling, tree_of, units_in
 from flatparam_sums.following import HAS_ENDED, Followers
+from flatparam_sums.weighing import Weighing
 
 _STATE: Final = "_flatparam_micro_batches"
 """The attribute of a module that holds the state of its accumulation."""

@@ -128,7 +128,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return type(value)(items) if isinstance(value, (list, tuple)) else items
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return torch's scale and its tracker; a rank without a loss in this step has scaled none, and has them too."""
+        """Return torch's scale and its tracker; a rank that has had no loss to scale has them, too."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         found: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)

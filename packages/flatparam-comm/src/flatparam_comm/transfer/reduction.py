@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import attrs
 import torch
@@ -18,7 +17,7 @@ from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.comm_hooks import CommHooks
 from flatparam_comm.transfer.streams import Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, scatter_sums
-from flatparam_core import FlatParamError, FlatParamHandle, Threshold
+from flatparam_core import FlatParamHandle, Threshold
 
 _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
 """The dtypes in whose range sums of gradients stay without a division before the sum."""
@@ -41,52 +40,14 @@ class Averaging:
     """The factor of what was collected, before the sum; a power of two."""
 
 
-@final
-@attrs.define(eq=False)
-class Weighing:
-    """The weights of a model's micro-batches since its last reduction, which divides by their sum.
+class Weighs(Protocol):
+    """The weights of micro-batches, by which gradients are collected and reduced; an add-on has them."""
 
-    Sums in float16 have little room above the gradients: there a power of two near the first weight is taken out of
-    each, and put back, over the mean weight of a rank, before the ranks' sums are added.
-    """
-
-    weight: float = 1.0
-    """The weight of the micro-batch whose gradients are collected."""
-    weights: list[float] = attrs.field(factory=list)
-    """Those of this rank's micro-batches."""
-    total: float | None = None
-    """The sum over all ranks, once it is known."""
-    unit: float = 0.0
-    """The power of two near the first weight that is not 0; 0 if there was none."""
-    is_on: bool = False
-    """Whether the gradients to reduce are of micro-batches with weights, on this rank or others."""
-
-    def begin(self, weight: float) -> None:
-        """Begin a micro-batch of this weight."""
-        self.weight, self.is_on = weight, True
-        self.unit = self.unit or _power_of_two(weight)
-
-    def end(self, total: float) -> None:
-        """Have the next reduction divide by `total`, the sum of the weights of all ranks."""
-        self.total, self.is_on = total, True
+    def of(self, mean: Averaging, reducer: Reducer, handles: Sequence[FlatParamHandle]) -> Averaging:
+        """Return the factors of the weighted mean, from those of the plain one."""
 
     def reset(self) -> None:
-        """Forget everything: the gradients were reduced, or dropped."""
-        self.weights.clear()
-        self.weight, self.total, self.unit, self.is_on = 1.0, None, 0.0, False
-
-    def of(self, mean: Averaging, ranks: int, *, is_wide: bool) -> Averaging:
-        """Return the factors of the weighted mean, from those of the plain mean over `ranks`."""
-        unit, divisor = (1.0, 1.0) if is_wide else (self.unit or 1.0, 1.0)
-        if self.total and not is_wide:
-            divisor = _power_of_two(self.total / ranks)
-        after = mean.after * (self.total or ranks) / ranks / divisor
-        return attrs.evolve(mean, after=after, weight=self.weight / unit, scale=unit / divisor)
-
-
-def _power_of_two(value: float) -> float:
-    """Return the largest power of two up to `value`; 0 for 0."""
-    return math.ldexp(0.5, math.frexp(value)[1]) if value else 0.0
+        """Forget the weights: the gradients were dropped."""
 
 
 @functools.cache
@@ -138,10 +99,6 @@ def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
     return before, factor / before
 
 
-_NOT_REDUCED: Final = (
-    "expected reduce_gradients() after the micro-batches of accumulate(), found a backward pass outside of it; call "
-    "reduce_gradients() first, or zero_grad() to drop what was collected"
-)
 _GRADIENTS: Final = operator.attrgetter("gradients")
 
 PART_NBYTES: Final = Threshold(
@@ -199,7 +156,7 @@ class Reducer:
     divide_factor: float | None = None
     """The divisor of the sum of the gradients; `None` is the number of ranks, which makes the sum a mean."""
     hooks: CommHooks = attrs.field(factory=CommHooks)
-    weighing: Weighing | None = None
+    weighing: Weighs | None = None
     """The weights of micro-batches, one for all units of a model; `None` if there never were any."""
     unsynced: set[FlatParamHandle] = attrs.field(factory=set)
     """Flat parameters trained since the last reduction, by passes that did not reduce, or until they were frozen."""
@@ -253,13 +210,8 @@ class Reducer:
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors that turn the sum of the gradients of `handles` over ranks into their mean."""
-        hooks, weighing = self.hooks, self.weighing
-        if weighing is not None and not weighing.is_on:
-            weighing = None
-        if weighing is not None and self.synchronises and weighing.total is None:
-            raise FlatParamError(_NOT_REDUCED)
+        hooks = self.hooks
         of = (
-            weighing and (weighing.weight, weighing.total, weighing.unit),
             hooks.reduce,
             hooks.all_reduce,
             self.divide_factor,
@@ -268,9 +220,8 @@ class Reducer:
         )
         if of != self._averaged_of:
             self._averaged_of, self._averaging = of, self._averaging_now(handles)
-            if weighing is not None:
-                is_wide = all(handle.gradients.dtype in _WIDE for handle in handles)
-                self._averaging = weighing.of(self._averaging, self._ranks, is_wide=is_wide)
+        if self.weighing is not None:
+            return self.weighing.of(self._averaging, self, handles)
         return self._averaging
 
     def _averaging_now(self, handles: Sequence[FlatParamHandle]) -> Averaging:

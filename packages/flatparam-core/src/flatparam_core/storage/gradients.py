@@ -18,8 +18,7 @@ from flatparam_core.geometry import FlatLayout, Unflattened
 from flatparam_core.storage.buffer import BufferPool, FlatBuffer
 from flatparam_core.thresholds import Threshold
 
-_SCALING: Final = operator.itemgetter(1)
-_UNSCALED: Final = (1.0, 1.0)
+_DIVISOR: Final = operator.itemgetter(1)
 
 
 @functools.cache
@@ -88,8 +87,8 @@ class GradientLedger:
     _turns: bytearray = attrs.field(init=False)
     """One byte per parameter: whether an odd number of gradients was deposited since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
-    _kept: dict[int, tuple[torch.Tensor, tuple[float, float]]] = attrs.field(factory=dict)
-    """Gradients that are where autograd left them, by parameter, with their divisors and weights."""
+    _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
+    """Gradients that are where autograd left them, by parameter, with their divisors."""
     _batches: dict[tuple[int, ...], _Batch] = attrs.field(factory=dict)
     _has_zeros: bool = False
     """Whether the padding was written since the last release, so that nothing undefined is ever reduced."""
@@ -136,48 +135,42 @@ class GradientLedger:
         deposited = [(index, self._slots[index]) for index, flag in enumerate(self.deposited) if flag]
         return deposited + [(index, gradient) for index, (gradient, _) in self._kept.items()]
 
-    def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0, weight: float = 1.0) -> None:
+    def keep(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Leave the gradient where it is, and deposit it at the latest when the flat gradient is completed.
 
         If the first gradient of a flat parameter comes long before its last, as that of a language model's head does,
         no whole buffer is needed in between. A second gradient of a parameter is deposited with the first one at once.
         """
         if self.deposited[index] or index in self._kept:
-            self.deposit(index, gradient, divisor=divisor, weight=weight)
+            self.deposit(index, gradient, divisor=divisor)
         else:
-            self._kept[index] = gradient.detach(), (divisor, weight)
+            self._kept[index] = gradient.detach(), divisor
 
     def keep_all(
-        self,
-        indices: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        *,
-        divisor: float = 1.0,
-        weight: float = 1.0,
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
         """Do what `keep` does of each of `gradients`."""
         if self.is_empty and not torch.is_grad_enabled():
-            scaling = divisor, weight
             self._kept = {
-                index: (gradient, scaling) for index, gradient in zip(indices, gradients, strict=True)
+                index: (gradient, divisor) for index, gradient in zip(indices, gradients, strict=True)
             }
             return
         for index, gradient in zip(indices, gradients, strict=True):
-            self.keep(index, gradient, divisor=divisor, weight=weight)
+            self.keep(index, gradient, divisor=divisor)
 
     def collect(self) -> None:
         """Deposit the kept gradients; a few calls handle all small ones."""
         if not self._kept:
             return
         kept, self._kept = self._kept, {}
-        for scaling in {*map(_SCALING, kept.values())}:
-            indices = sorted(index for index, (_, own) in kept.items() if own == scaling)
-            self._deposit_all(indices, [kept[index][0] for index in indices], *scaling)
+        for divisor in {divisor for _, divisor in kept.values()}:
+            indices = sorted(index for index, (_, own) in kept.items() if own == divisor)
+            self._deposit_all(indices, [kept[index][0] for index in indices], divisor)
 
     @property
     def is_apart(self) -> bool:
         """Whether all gradients that have arrived are where autograd left them, to be taken as they are."""
-        return not any(self.deposited) and {_UNSCALED}.issuperset(map(_SCALING, self._kept.values()))
+        return not any(self.deposited) and {1.0}.issuperset(map(_DIVISOR, self._kept.values()))
 
     def hand_over(self) -> Unflattened:
         """Return the kept gradients as a flat gradient that is not made; until `release` they count as deposited.
@@ -234,35 +227,24 @@ class GradientLedger:
         self._turns[index] ^= 1
 
     def deposit_all(
-        self,
-        indices: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        *,
-        divisor: float = 1.0,
-        weight: float = 1.0,
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> None:
         """Deposit the kept gradients, and each of `gradients` at its index; a few calls handle all small ones."""
         if self._kept:
             self.collect()
         if gradients:
-            self._deposit_all(indices, gradients, divisor, weight)
+            self._deposit_all(indices, gradients, divisor)
 
     def _collect_kept(self, indices: Sequence[int]) -> None:
         if self._kept and any(index in self._kept for index in indices):
             self.collect()
 
-    def _deposit_all(
-        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float, weight: float = 1.0
-    ) -> None:
+    def _deposit_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float) -> None:
         dtype = self.buffer.tensor.dtype
         # 1 stands for a gradient of a second backward pass before the reduction.
         again = set(map(self.deposited.__getitem__, indices))
-        at_once = again == {0} and divisor == weight == 1.0
-        if (
-            not at_once
-            and weight == 1.0
-            and all(_holds(dtype, given) for given in {g.dtype for g in gradients})
-        ):
+        at_once = again == {0} and divisor == 1.0
+        if not at_once and all(_holds(dtype, given) for given in {g.dtype for g in gradients}):
             at_once = again == {0} or (again == {1} and _is_exact(1 / divisor))
         one_by_one: Sequence[int] = range(len(indices))
         if at_once:
@@ -273,7 +255,7 @@ class GradientLedger:
             if batch.small:
                 self._deposit_small(batch, indices, gradients, divisor, add=again == {1})
         for at in one_by_one:
-            self.deposit(indices[at], gradients[at], divisor=divisor, weight=weight)
+            self.deposit(indices[at], gradients[at], divisor=divisor)
 
     def _deposit_small(
         self,

@@ -239,7 +239,7 @@ class BackwardPass:
             record = self._activate(unit)
         handle, averaging = unit.handles[number], record.averaging
         if record.keeps:
-            handle.keep([index], divisor=averaging.before, weight=averaging.weight)
+            handle.keep([index], divisor=averaging.before)
         else:
             handle.deposit(index, divisor=averaging.before, weight=averaging.weight)
         key = (number, index)
@@ -285,8 +285,12 @@ class BackwardPass:
         if syncs and (trained or unit.reducer.unsynced):
             self.reductions.make_room()
         for _, handle, watch in trained:
+            if averaging.weight != 1.0:
+                for index in watch.unhooked:
+                    handle.deposit(index, divisor=averaging.before, weight=averaging.weight)
+                continue
             take = handle.keep if averaging.in_parts and syncs else handle.deposit_all
-            take(watch.unhooked, divisor=averaging.before, weight=averaging.weight)
+            take(watch.unhooked, divisor=averaging.before)
 
     def _activate(self, unit: Unit) -> UnitBackward:
         if unit.phase is Phase.REDUCING:
@@ -313,7 +317,8 @@ class BackwardPass:
             record.inputs.clear()
         record.move(Stage.ACTIVE)
         averaging = record.averaging = unit.reducer.averaging(unit.handles)
-        record.keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
+        keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
+        record.keeps = keeps and averaging.weight == 1.0
         return record
 
     def _prefetch(self, unit: Unit, when: BackwardOrder) -> None:
