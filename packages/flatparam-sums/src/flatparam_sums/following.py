@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, final
@@ -18,10 +17,10 @@ from flatparam_runtime.passes.record import ForwardPass
 Numbers: TypeAlias = "tuple[int, ...]"
 """Units, by their numbers in the tree."""
 
-WORKS: Final = -1.0
+WORKS: Final = -1
 """What a rank tells that begins a micro-batch."""
-HAS_ENDED: Final = -2.0
-"""What a rank tells whose data have ended; another one without a micro-batch tells the sum of its weights."""
+HAS_ENDED: Final = -2
+"""What a rank tells whose data have ended; another one that has no micro-batch left tells what it has done."""
 _LABEL: Final = "micro-batches"
 _OVER: Final = "the end of its micro-batch"
 _HINT: Final = (
@@ -149,11 +148,11 @@ class Followers:
         elif record is not None and done != record:
             raise self._different(expected, len(gathered), "ends")
 
-    def meet(self, value: float) -> list[float]:
+    def meet(self, value: int) -> list[int]:
         """Follow the other ranks' micro-batches; return what each rank has told once none has another one.
 
         Args:
-            value: the sum of this rank's weights, or `HAS_ENDED`.
+            value: what this rank has done, at least 0, or `HAS_ENDED`.
         """
         while True:
             self.tree.settle_leftovers()
@@ -172,11 +171,11 @@ class Followers:
                 self._gather(self.tree.units[number])
             self._have_followed(record)
 
-    def _follow_each(self, kind: Kind, value: float) -> list[float] | None:
+    def _follow_each(self, kind: Kind, value: int) -> list[int] | None:
         """Gather what other ranks tell, one by one; returns what all have told if none has another micro-batch."""
         while True:
             everyone = self._exchange(value)
-            done = next((each for each in everyone if not isinstance(each, float)), None)
+            done = next((each for each in everyone if not isinstance(each, int)), None)
             if done is None:
                 return everyone
             self._check(everyone)
@@ -219,7 +218,7 @@ class Followers:
 
     def _check(self, everyone: Sequence[Any]) -> None:
         """Check that all ranks that compute do the same."""
-        deeds = [(rank, each) for rank, each in enumerate(everyone) if not isinstance(each, float)]
+        deeds = [(rank, each) for rank, each in enumerate(everyone) if not isinstance(each, int)]
         if any(deed != deeds[0][1] for _, deed in deeds):
             told = ", ".join(
                 f"rank {rank} at {_OVER if isinstance(deed, Record) else f'the {deed}'}"
@@ -238,31 +237,19 @@ class Followers:
             f"its kind, which ranks without one follow; {_HINT}"
         )
 
-    def _tell(self, value: float) -> torch.Tensor:
+    def _tell(self, value: int) -> torch.Tensor:
         """Tell all ranks a number of 8 bytes, without waiting; returns where those of all ranks are to be."""
-        everyone = torch.empty(self.shard.size, dtype=torch.float64, device=self.tree.root.device)
-        own = torch.tensor([value], dtype=torch.float64, device=everyone.device)
+        everyone = torch.empty(self.shard.size, dtype=torch.int64, device=self.tree.root.device)
+        own = torch.tensor([value], dtype=torch.int64, device=everyone.device)
         self._told.append((self.shard.all_gather(everyone, own, label=_LABEL), everyone))
         return everyone
 
-    def _told_by_all(self, value: float) -> list[float]:
+    def _told_by_all(self, value: int) -> list[int]:
         everyone = self._tell(value)
         for pending, _ in self._told:
             pending.wait()
         self._told.clear()
         return everyone.tolist()
-
-    def total(self, values: Sequence[float]) -> tuple[float, bool]:
-        """Return the sum of the weights of all ranks, copies included, and whether the data of all have ended."""
-        total, has_ended = _summed(values)
-        replicate = self.tree.root.topology.replicate
-        if replicate is not None:
-            total, has_ended = _summed(replicate.exchange(HAS_ENDED if has_ended else total, label=_LABEL))
-        return total, has_ended
-
-
-def _summed(values: Sequence[float]) -> tuple[float, bool]:
-    return math.fsum(value for value in values if value > 0), all(value == HAS_ENDED for value in values)
 
 
 def _say_nothing(unit: Acting, number: int, nbytes: int) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from flatparam_runtime import FlatParamError, UnitTree, no_sync, telling, tree_of, units_in
+from flatparam_sums.exact import ExactSums
 from flatparam_sums.following import HAS_ENDED, Followers
-from flatparam_sums.weighing import Weighing
+from flatparam_sums.weighing import MOST, Weighing, told, understood
 
 _STATE: Final = "_flatparam_micro_batches"
 """The attribute of a module that holds the state of its accumulation."""
@@ -58,19 +59,47 @@ class _Accumulation:
                 "weights every rank has equally many"
             )
 
-    def reduce(self, value: float) -> bool:
-        """Reduce what all ranks have collected; `value` is as in `Followers.meet`. Returns whether all have ended."""
-        weighing = self.weighing
-        if self.weighing.weights and not self.is_weighted and not self.is_uneven:
-            weighing.end(math.fsum(weighing.weights) * self.tree.root.topology.data_parallel_size)
+    @property
+    def exact(self) -> list[ExactSums]:
+        """The exact sums of units, if they have any."""
+        found = dict.fromkeys(unit.reducer.sums for unit in self.tree.units)
+        return [each for each in found if isinstance(each, ExactSums)]
+
+    def reduce(self, *, has_ended: bool) -> bool:
+        """Reduce what all ranks have collected; returns whether the data of all ranks have ended.
+
+        Args:
+            has_ended: whether this rank's have.
+        """
+        weighing, exact, topology = self.weighing, self.exact, self.tree.root.topology
+        widths = max((each.width(len(weighing.weights) > 1) for each in exact), default=0)
+        if weighing.weights and not self.is_weighted:
+            # Every rank has had as many.
+            total = math.fsum(weighing.weights) * topology.data_parallel_size
+            weights: list[float] = []
+            if widths:
+                widths = max(topology.exchange(widths, label="widths of exact sums"))
         else:
-            total, has_ended = self.followers.total(self.followers.meet(value))
-            if has_ended:
+            own = HAS_ENDED if has_ended else told(math.fsum(weighing.weights), widths)
+            values = self.followers.meet(own)
+            done = [understood(value) for value in values if value != HAS_ENDED]
+            total, all_ended = math.fsum(weight for weight, _ in done), not done
+            widths = max((width for _, width in done), default=0)
+            weights = [0.0 if value == HAS_ENDED else understood(value)[0] for value in values]
+            if topology.replicate is not None:
+                groups = topology.replicate.exchange((total, all_ended, widths), label="micro-batches")
+                total, all_ended = math.fsum(each[0] for each in groups), all(each[1] for each in groups)
+                widths = max(each[2] for each in groups)
+            if all_ended:
                 return True
-            weighing.end(total)
+        weighing.end(total)
+        for each in exact:
+            each.begin_step(total or 1.0, widths, weights)
         with torch.no_grad():
             self.tree.reduce_waiting()
         weighing.reset()
+        for each in exact:
+            each.reset()
         return False
 
 
@@ -131,9 +160,17 @@ def accumulate(module: nn.Module, weight: float | None = None) -> Iterator[None]
                 f"{state.who}: expected accumulate() after the last one has ended, found it inside"
             )
         state.check_weighted(weight is not None or state.is_uneven)
+        exact = state.exact
+        if exact and weight is not None and (weight != int(weight) or weight >= MOST):
+            raise ValueError(
+                f"{state.who}: expected a whole number below 2**40 as weight, whose sum over ranks is exact, as "
+                f"reduction='exact' has it, found {weight!r}"
+            )
         state.is_inside = True
         try:
             state.weighing.begin(1.0 if weight is None else float(weight))
+            for each in exact:
+                each.weight = state.weighing.weight
             with no_sync(module):
                 if state.is_weighted:
                     with state.followers.leading():
@@ -161,7 +198,7 @@ def reduce_gradients(module: nn.Module) -> None:
             raise FlatParamError(
                 f"{state.who}: expected reduce_gradients() after accumulate(), found it inside"
             )
-        state.reduce(math.fsum(state.weighing.weights))
+        state.reduce(has_ended=False)
 
 
 @contextmanager
@@ -188,7 +225,7 @@ def uneven_inputs(module: nn.Module, step: Callable[[], object]) -> Iterator[Non
                     f"{state.who}: expected reduce_gradients() after the last micro-batch, found the end of "
                     "uneven_inputs()"
                 )
-            while not state.reduce(HAS_ENDED):
+            while not state.reduce(has_ended=True):
                 step()
         finally:
             state.is_uneven = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -14,6 +15,11 @@ from flatparam_runtime import FlatParamError
 
 _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
 """The dtypes in whose range sums of gradients times weights stay."""
+
+MOST: Final = 2.0**40
+"""The weight that a micro-batch stays below if sums are exact."""
+_WIDTHS: Final = 0x7FF << 2
+"""The first bits of float64s that are not finite."""
 
 
 @final
@@ -64,11 +70,33 @@ class Weighing:
                 "found a backward pass outside of it; call reduce_gradients() first, or zero_grad() to drop what was "
                 "collected"
             )
+        if reducer.sums is not None:
+            return mean
         ranks, unit, divisor = reducer.topology.data_parallel_size, 1.0, 1.0
         if not all(handle.gradients.dtype in _WIDE for handle in handles):
             unit, divisor = self.unit or 1.0, _power_of_two((self.total or ranks) / ranks)
         after = mean.after * (self.total or ranks) / ranks / divisor
         return attrs.evolve(mean, after=after, weight=self.weight / unit, scale=unit / divisor)
+
+
+def told(weight: float, width: int) -> int:
+    """Return what a rank tells of its micro-batches, in 8 bytes: the sum of their weights, and how wide its sums are.
+
+    Args:
+        weight: at least 0; a whole number below 2**50 if `width` is not 0.
+        width: see `ExactSums.width`.
+    """
+    if width:
+        # No float64 has these bits but those that are not a number, and negative ones have the sign.
+        return (_WIDTHS + width << 50) + int(weight)
+    return int(struct.unpack("<q", struct.pack("<d", weight))[0])
+
+
+def understood(value: int) -> tuple[float, int]:
+    """Return the weight and the width of what `told` has made."""
+    if value >> 50 > _WIDTHS:
+        return float(value & 2**50 - 1), (value >> 50) - _WIDTHS
+    return float(struct.unpack("<d", struct.pack("<q", value))[0]), 0
 
 
 def _power_of_two(value: float) -> float:

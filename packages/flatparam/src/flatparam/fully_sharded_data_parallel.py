@@ -35,7 +35,7 @@ from flatparam.api import (
 )
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction
 from flatparam.resolving.settings import (
     Resolved,
     ResolvedTree,
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(training.Accumulating, nn.Module):
+class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer states over data-parallel ranks.
 
     A drop-in successor of `torch.distributed.fsdp.FullyShardedDataParallel`: the arguments are FSDP1's and
@@ -115,6 +115,8 @@ class FullyShardedDataParallel(training.Accumulating, nn.Module):
         nonfinite: what follows if a gradient is infinite or not a number, on any rank, at the end of a backward pass:
             `"raise"` a `NonfiniteError` on every rank, with the rank and the parameter; `"skip"` the optimizer's next
             step on every rank (`skipped_steps` counts); `"ignore"` it, as FSDP1 does. Not in FSDP1.
+        reduction: `"exact"` adds gradients without an error and rounds once, so that neither the number of ranks nor
+            the ranks of micro-batches matter (`docs/guides/same-bits.md`). Not in FSDP1.
         layout: what of each parameter stays on one rank: `flatparam.layout.by(...)`,
             `flatparam.layout.for_optimizer(...)`, or a function of name and parameter; by default each rank's part
             begins and ends anywhere. Names are those below `module`; see `docs/layouts.md`. Not in FSDP1.
@@ -153,6 +155,7 @@ class FullyShardedDataParallel(training.Accumulating, nn.Module):
         broadcast_buffers: bool = False,
         clean_names: bool = False,
         nonfinite: Nonfinite = "ignore",
+        reduction: Reduction = "default",
         layout: LayoutPolicy | RuleFunction | None = None,
     ) -> None:
         """Wrap `module` in place; every rank calls it."""
@@ -175,6 +178,7 @@ class FullyShardedDataParallel(training.Accumulating, nn.Module):
             broadcast_buffers=broadcast_buffers,
             clean_names=clean_names,
             nonfinite=nonfinite,
+            reduction=reduction,
             layout=layout,
         )
         given: object = module
@@ -337,6 +341,27 @@ class FullyShardedDataParallel(training.Accumulating, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward pass outside reduces the sum."""
         return runtime.no_sync(self)
+
+    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
+        """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
+
+        Args:
+            weight: what it counts, such as its tokens; any rank may have any number of micro-batches. Without, every
+                rank has equally many, which count alike.
+        """
+        return training.accumulate(self, weight)
+
+    def reduce_gradients(self) -> None:
+        """Give each parameter the weighted mean of the gradients of all ranks' micro-batches; every rank calls it."""
+        training.reduce_gradients(self)
+
+    def uneven_inputs(self, step: Callable[[], object]) -> AbstractContextManager[None]:
+        """Train inside with data that end earlier on some ranks, which then serve the others until all have ended.
+
+        Args:
+            step: what every rank does after each `reduce_gradients`: clip, step the optimizer, zero the gradients.
+        """
+        return training.uneven_inputs(self, step)
 
     @torch.no_grad()
     def clip_grad_norm_(

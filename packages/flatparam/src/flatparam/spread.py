@@ -18,14 +18,14 @@ from flatparam_runtime import Collectives, Unit, clip_gradients_, holder_of_para
 
 
 def _unit_that_spreads(parameter: Any) -> Unit | None:
-    """Return the unit that holds `parameter`, if it has several ranks to hold it; `None` for any other.
+    """Return the unit that holds `parameter`, if it has several ranks to hold it, or sums of its own; else `None`.
 
     A parameter that is a `DTensor` answers for all ranks itself: torch's functions are right about it.
     """
     unit = holder_of_parameter(parameter)
-    return (
-        None if unit is None or unit.topology.shard.size == 1 or hasattr(parameter, "_local_tensor") else unit
-    )
+    if unit is None or hasattr(parameter, "_local_tensor"):
+        return None
+    return None if unit.topology.shard.size == 1 and unit.reducer.sums is None else unit
 
 
 @torch.no_grad()

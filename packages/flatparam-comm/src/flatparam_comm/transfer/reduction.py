@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, final
 
 import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import COMPLETED, Pending, TakesParts, takes_parts
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, TakesParts, takes_parts
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.comm_hooks import CommHooks
 from flatparam_comm.transfer.streams import Mark, streams_of
@@ -48,6 +49,37 @@ class Weighs(Protocol):
 
     def reset(self) -> None:
         """Forget the weights: the gradients were dropped."""
+
+
+class Sums(Protocol):
+    """A way to sum gradients other than the backend's; an add-on has one."""
+
+    def averaging(self, reducer: Reducer) -> Averaging:
+        """Return the factors of collecting and of what `begin` gives."""
+
+    def collect(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Take what a pass without synchronisation has collected of `handles`."""
+
+    def begin(self, reducer: Reducer, handle: FlatParamHandle, label: str) -> tuple[Tensor, Pending]:
+        """Issue the sum over all data-parallel ranks; returns where this rank's part will be, and its pending."""
+
+    def holds(self, handle: FlatParamHandle) -> bool:
+        """Return whether gradients of `handle` that were collected are here, and not in its ledger."""
+
+    def drop(self, handle: FlatParamHandle, indices: Sequence[int]) -> None:
+        """Drop these gradients."""
+
+    def reset(self) -> None:
+        """Drop everything."""
+
+    def norm(
+        self,
+        sharded: Mapping[Collectives, Sequence[Tensor]],
+        whole: Sequence[Tensor],
+        norm_type: float,
+        device: torch.device,
+    ) -> Tensor:
+        """Return the norm of all gradients, but for that of infinite order; see `clip_gradients_`."""
 
 
 @functools.cache
@@ -156,6 +188,8 @@ class Reducer:
     divide_factor: float | None = None
     """The divisor of the sum of the gradients; `None` is the number of ranks, which makes the sum a mean."""
     hooks: CommHooks = attrs.field(factory=CommHooks)
+    sums: Sums | None = None
+    """How gradients are summed; `None`: by the backend."""
     weighing: Weighs | None = None
     """The weights of micro-batches, one for all units of a model; `None` if there never were any."""
     unsynced: set[FlatParamHandle] = attrs.field(factory=set)
@@ -194,7 +228,7 @@ class Reducer:
             self.sums_copies,
             self.divide_factor,
             hooks,
-            None,
+            copy.copy(self.sums),
             ranks=self._ranks,
             of_parts=self._of_parts,
             is_sharded=self._is_sharded,
@@ -206,10 +240,14 @@ class Reducer:
 
     def __reduce__(self) -> tuple[object, ...]:
         # What reads it asks its own group whether it sums parts.
-        return Reducer, (self.topology, self.synchronises, self.sums_copies, self.divide_factor, self.hooks)
+        settings = self.synchronises, self.sums_copies, self.divide_factor, self.hooks, self.sums
+        return Reducer, (self.topology, *settings)
 
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors that turn the sum of the gradients of `handles` over ranks into their mean."""
+        if self.sums is not None:
+            mean = self.sums.averaging(self)
+            return mean if self.weighing is None else self.weighing.of(mean, self, handles)
         hooks = self.hooks
         of = (
             hooks.reduce,
@@ -270,7 +308,9 @@ class Reducer:
             layout = handle.forms.layout
             is_plain = not layout.uneven_numels and not layout.is_chunked
             is_plain = is_plain and averaging.scale == 1.0
-            if self._of_parts is not None and averaging.in_parts and is_plain and handle.gradients.is_apart:
+            if self.sums is not None:
+                output, pending = self.sums.begin(self, handle, label)
+            elif self._of_parts is not None and averaging.in_parts and is_plain and handle.gradients.is_apart:
                 output, apart = handle.begin_reduce_parts()
                 pending = self._of_parts.reduce_scatter_parts(output, apart, label=label)
             else:
@@ -291,7 +331,7 @@ class Reducer:
         """Issue the sum of `part` over the copies of its shard; returns False if a later backward pass issues it."""
         part.pending = None
         replicate = self.topology.replicate
-        if replicate is None:
+        if replicate is None or self.sums is not None:
             return True
         before = self._partial.pop(part.handle, None)
         if before is not None:
@@ -311,9 +351,18 @@ class Reducer:
         """Whether gradients wait for a later reduction, or for its sum over copies."""
         return bool(self.unsynced or self._partial)
 
+    def has_left(self, handles: Sequence[FlatParamHandle]) -> bool:
+        """Return whether gradients of `handles` that were collected wait."""
+        return any(
+            not handle.gradients.is_empty or (self.sums is not None and self.sums.holds(handle))
+            for handle in handles
+        )
+
     def drop(self, handle: FlatParamHandle, indices: Sequence[int]) -> None:
         """Drop what waits for the next reduction of parameters `indices` of `handle`; that reduction still comes."""
         handle.gradients.drop(indices)
+        if self.sums is not None:
+            self.sums.drop(handle, indices)
         partial = self._partial.get(handle)
         if partial is None:
             return
@@ -327,6 +376,8 @@ class Reducer:
         """Drop the gradients that wait for the next reduction."""
         self.unsynced.clear()
         self._partial.clear()
+        if self.sums is not None:
+            self.sums.reset()
         if self.weighing is not None:
             self.weighing.reset()
 

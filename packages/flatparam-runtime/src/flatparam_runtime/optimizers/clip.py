@@ -112,10 +112,14 @@ def clip_gradients_(
     # Behind the checks: what was refused on one rank has not happened.
     note_between_passes(units, f"clip_grad_norm_(max_norm={_told(max_norm)}, norm_type={norm_type!r})")
     everything = [g for gradients in sharded.values() for g in gradients] + list(whole)
-    parts = [_norm(whole, norm_type, device)]
-    for group, gradients in sharded.items():
-        parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    sums = next((unit.reducer.sums for unit in units if unit.reducer.sums is not None), None)
+    if sums is not None and not math.isinf(norm_type):
+        total = sums.norm(sharded, whole, norm_type, device)
+    else:
+        parts = [_norm(whole, norm_type, device)]
+        for group, gradients in sharded.items():
+            parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
+        total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
     if any(handle.is_offloaded for unit in units for handle in unit.handles):
         # Where the gradients are, as in FSDP1: the host has to wait for the factor in any case.
         total = total.cpu()

@@ -369,6 +369,8 @@ class BackwardPass:
         unit.move(Phase.IDLE)
         if not unit.reducer.synchronises:
             unit.reducer.unsynced.update(unit.trainable)
+            if unit.reducer.sums is not None:
+                unit.reducer.sums.collect(unit.handles)
         if not (unit.reducer.synchronises and unit.reducer.sums_copies):
             note_waiting(unit)
         self.ready.append(record)

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from flatparam_comm import Precision, Topology
+from flatparam_comm.transfer.reduction import Sums
 from flatparam_runtime.agreement.nonfinite import Nonfinite, check_nonfinite
 
 BufferDtype: TypeAlias = "torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None"
@@ -120,6 +121,7 @@ class UnitPlan:
     overlaps_reductions: bool | None = True
     use_orig_params: bool = False
     nonfinite: Nonfinite = attrs.field(default="ignore", converter=check_nonfinite)
+    sums: Sums | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
         for name, kind in (("topology", Topology), ("precision", Precision), ("prefetch", PrefetchPlan)):

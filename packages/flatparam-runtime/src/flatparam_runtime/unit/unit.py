@@ -77,7 +77,7 @@ class Unit:
 
     @reducer.default
     def _over_its_ranks(self) -> Reducer:
-        return Reducer(self.plan.topology)
+        return Reducer(self.plan.topology, sums=self.plan.sums)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.phase.name}, {list(self.handles)!r})"

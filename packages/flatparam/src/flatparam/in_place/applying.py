@@ -15,7 +15,7 @@ from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
 from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, sums_of
 from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.make_unit import shard_resolved
@@ -111,6 +111,7 @@ class _Settings(TypedDict, total=False):
     ignored_params: Iterable[nn.Parameter] | None
     dp_mesh_dims: object
     nonfinite: Nonfinite
+    reduction: Reduction
     layout: LayoutPolicy | RuleFunction | None
     values_later: bool
 
@@ -134,6 +135,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
+    reduction: Reduction = "default",
     layout: LayoutPolicy | RuleFunction | None = None,
     values_later: bool = False,
 ) -> Any:
@@ -160,6 +162,7 @@ def fully_shard(
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
+        reduction: see `FullyShardedDataParallel`; not in FSDP2.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
         values_later: whether parameters on the meta device whose module has no `reset_parameters()` are zero until a
             load gives them values; otherwise they are refused. Not in FSDP2.
@@ -192,6 +195,7 @@ def fully_shard(
             offload_policy=offload_policy,
             ignored_params=ignored,
             nonfinite=nonfinite,
+            reduction=reduction,
             layout=layout,
             values_later=values_later,
         )
@@ -266,6 +270,7 @@ def resolve_in_place(
     offload_policy: object,
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
+    reduction: Reduction = "default",
     layout: Any = None,
     values_later: bool = False,
 ) -> Resolved:
@@ -293,6 +298,7 @@ def resolve_in_place(
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
         nonfinite=nonfinite,
+        sums=sums_of(reduction),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

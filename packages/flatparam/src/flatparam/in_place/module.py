@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -24,7 +25,7 @@ else:
     _Base = object
 
 
-class FSDPModule(training.Accumulating, _Base):
+class FSDPModule(_Base):
     """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.
 
     The methods are those of torch's `FSDPModule`. The parameters are ordinary tensors: this rank's part of each, with
@@ -187,6 +188,27 @@ class FSDPModule(training.Accumulating, _Base):
         """
         check_flag("requires_all_reduce", requires_all_reduce)
         training.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
+
+    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
+        """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
+
+        Args:
+            weight: what it counts, such as its tokens; any rank may have any number of micro-batches. Without, every
+                rank has equally many, which count alike.
+        """
+        return training.accumulate(self, weight)
+
+    def reduce_gradients(self) -> None:
+        """Give each parameter the weighted mean of the gradients of all ranks' micro-batches; every rank calls it."""
+        training.reduce_gradients(self)
+
+    def uneven_inputs(self, step: Callable[[], object]) -> AbstractContextManager[None]:
+        """Train inside with data that end earlier on some ranks, which then serve the others until all have ended.
+
+        Args:
+            step: what every rank does after each `reduce_gradients`: clip, step the optimizer, zero the gradients.
+        """
+        return training.uneven_inputs(self, step)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide the sum of the gradients of this module's own unit by `factor`; `None`: by the number of ranks.

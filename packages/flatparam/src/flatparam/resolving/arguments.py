@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 import attrs
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
-from flatparam.addons import TRACE_FOLDER
+from flatparam.addons import TRACE_FOLDER, load
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, WrapFunction, _Policy
@@ -40,6 +40,7 @@ Ranks: TypeAlias = (
 """The ranks to shard over; a pair or a `Topology` also says which ranks hold copies."""
 Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction
 """A policy: it chooses the submodules that become units."""
+Reduction: TypeAlias = Literal["default", "exact"]
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""
 
@@ -67,6 +68,7 @@ class Arguments:
     broadcast_buffers: bool = False
     clean_names: bool = False
     nonfinite: Nonfinite = "ignore"
+    reduction: Reduction = "default"
     layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
@@ -121,3 +123,14 @@ def _is_on(name: str) -> bool:
         _told.add(name)
         warn_caller(f"{name}=1: {_EFFECTS[name]}")
     return on
+
+
+def sums_of(reduction: Reduction) -> Any:
+    """Return how gradients are summed: `None` by the backend, and else what an add-on has.
+
+    Raises:
+        ValueError: for anything but "default" and "exact".
+    """
+    if reduction not in ("default", "exact"):
+        raise ValueError(f"expected reduction to be 'default' or 'exact', found {reduction!r}")
+    return None if reduction == "default" else load("flatparam_sums").ExactSums()

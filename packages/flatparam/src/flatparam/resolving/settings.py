@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
-from flatparam.resolving.arguments import Arguments, Environment
+from flatparam.resolving.arguments import Arguments, Environment, sums_of
 from flatparam.resolving.groups import resolve_groups
 from flatparam.resolving.parameters import (
     Ignored,
@@ -195,6 +195,7 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         broadcast_buffers=bool(arguments.broadcast_buffers),
         use_orig_params=bool(arguments.use_orig_params),
         nonfinite=arguments.nonfinite,
+        sums=sums_of(arguments.reduction),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     if arguments.mixed_precision is not None:

@@ -32,31 +32,21 @@ def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
     return None if modules is None else [unit_inside(module) for module in modules]
 
 
-class Accumulating:
-    """A sharded model whose ranks may have different numbers of micro-batches, of different weights, in each step."""
+def accumulate(model: nn.Module, weight: float | None) -> AbstractContextManager[None]:
+    """Compute one micro-batch inside; an add-on does it."""
+    context: AbstractContextManager[None] = load(_SUMS).accumulate(model, weight)
+    return context
 
-    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
-        """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
 
-        Args:
-            weight: what the micro-batch counts, such as its tokens; any rank may have any number of micro-batches.
-                Without, every rank has equally many, which count alike.
-        """
-        context: AbstractContextManager[None] = load(_SUMS).accumulate(self, weight)
-        return context
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce what micro-batches have collected; an add-on does it."""
+    load(_SUMS).reduce_gradients(model)
 
-    def reduce_gradients(self) -> None:
-        """Give each parameter the weighted mean of the gradients of all ranks' micro-batches; every rank calls it."""
-        load(_SUMS).reduce_gradients(self)
 
-    def uneven_inputs(self, step: Callable[[], object]) -> AbstractContextManager[None]:
-        """Train inside with data that end earlier on some ranks, which then serve the others until all have ended.
-
-        Args:
-            step: what every rank does after each `reduce_gradients`: clip, step the optimizer, zero the gradients.
-        """
-        context: AbstractContextManager[None] = load(_SUMS).uneven_inputs(self, step)
-        return context
+def uneven_inputs(model: nn.Module, step: Callable[[], object]) -> AbstractContextManager[None]:
+    """Serve the ranks whose data end later; an add-on does it."""
+    context: AbstractContextManager[None] = load(_SUMS).uneven_inputs(model, step)
+    return context
 
 
 @final

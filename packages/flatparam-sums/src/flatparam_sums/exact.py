@@ -1,0 +1,293 @@
+"""`reduction="exact"`: each gradient is the exact weighted sum of what micro-batches contribute, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+import attrs
+import torch
+from torch import Tensor
+
+from flatparam_comm import Averaging, Collectives, FlatParamHandle, Pending, Reducer
+from flatparam_runtime import FlatParamError
+from flatparam_sums.expansions import (
+    BLOCK,
+    Expansion,
+    add_exactly,
+    exact_sum,
+    root_of,
+    sum_exactly,
+)
+
+_LABEL: Final = "exact sum"
+
+
+@final
+@attrs.define(eq=False)
+class Collected:
+    """What this rank's micro-batches have contributed to the gradient of one flat parameter."""
+
+    first: Tensor
+    """The first micro-batch's gradient, as autograd made it."""
+    weight: float
+    arrived: bytearray
+    """For each parameter, 1 if it got a gradient."""
+    total: Expansion = attrs.field(factory=list)
+    """The exact sum, from the second micro-batch on."""
+
+    def add(self, gradient: Tensor, weight: float, arrived: bytearray) -> None:
+        """Add the gradient of one more micro-batch."""
+        self.widen()
+        add_exactly(self.total, gradient, weight)
+        self.arrived = bytearray(a | b for a, b in zip(self.arrived, arrived, strict=True))
+
+    def widen(self) -> None:
+        """Have the sum as an expansion."""
+        if not self.total:
+            add_exactly(self.total, self.first, self.weight)
+            self.first = self.first[:0]
+
+
+@final
+@attrs.define(eq=False)
+class ExactSums:
+    """The exact sums of a model's gradients; the plan of each of its units has it.
+
+    Each rank gives every other one that rank's part of what it has: its gradient, if each rank has one micro-batch, and
+    else the exact sum of its micro-batches, in float64. The owner adds these, and rounds once.
+    """
+
+    weight: float = 1.0
+    """The weight of the micro-batch whose gradients are collected."""
+    widths: int = 0
+    """The number of float64 tensors that each rank's sums travel in; 0 if gradients travel as they are."""
+    weights: Sequence[float] = ()
+    """The weight of each rank's micro-batch, if gradients travel as they are; empty if all are 1."""
+    total: float | None = None
+    """The divisor of the sum; None is the number of ranks."""
+    _collected: dict[FlatParamHandle, Collected] = attrs.field(factory=dict)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy of a model has collected nothing.
+        return ExactSums, ()
+
+    def averaging(self, reducer: Reducer) -> Averaging:
+        """Return the factors of collecting and reducing: none, since the sum is divided before it is rounded.
+
+        Raises:
+            FlatParamError: if the sum over copies would come later, or a hook would replace a collective.
+        """
+        hooks = reducer.hooks
+        if not reducer.sums_copies or hooks.reduce is not None or hooks.all_reduce is not None:
+            raise FlatParamError(
+                f"rank {reducer.topology.rank}: expected reduction='exact' without a hook in the place of a reduction, "
+                "and without set_requires_all_reduce(False); leave these out, or take the default reduction"
+            )
+        return Averaging()
+
+    # What micro-batches have contributed
+
+    def collect(self, handles: Sequence[FlatParamHandle]) -> None:
+        """Take over the gradients that a pass without synchronisation has collected."""
+        for handle in handles:
+            gradients = handle.gradients
+            if gradients.is_empty:
+                continue
+            gradients.collect()
+            arrived, held = bytearray(gradients.deposited), self._collected.get(handle)
+            if held is None:
+                self._collected[handle] = Collected(gradients.give_away(), self.weight, arrived)
+            else:
+                held.add(gradients.complete(), self.weight, arrived)
+            gradients.release()
+
+    def holds(self, handle: FlatParamHandle) -> bool:
+        """Return whether gradients of `handle` were collected."""
+        return handle in self._collected
+
+    def drop(self, handle: FlatParamHandle, indices: Sequence[int]) -> None:
+        """Drop what was collected of parameters `indices` of `handle`."""
+        held = self._collected.get(handle)
+        if held is None:
+            return
+        for index in indices:
+            held.arrived[index] = 0
+            for tensor in (held.first, *held.total):
+                tensor[handle.layout.slots[index].span.as_slice()] = 0
+        if not any(held.arrived):
+            del self._collected[handle]
+
+    def width(self, several: bool) -> int:
+        """Return how many float64 tensors this rank's sums take; 0 if each is one gradient.
+
+        Args:
+            several: whether this rank has had more than one micro-batch.
+        """
+        if not several:
+            return 0
+        for held in self._collected.values():
+            held.widen()
+        return max((len(held.total) for held in self._collected.values()), default=1)
+
+    def begin_step(self, total: float, widths: int, weights: Sequence[float]) -> None:
+        """Have the next reductions be those of weighted micro-batches."""
+        self.total, self.widths, self.weights = total, widths, weights
+
+    def reset(self) -> None:
+        """Have the next reductions be those of plain backward passes; drop what was collected."""
+        self.weight, self.total, self.widths, self.weights = 1.0, None, 0, ()
+        self._collected.clear()
+
+    # Reductions
+
+    def begin(self, reducer: Reducer, handle: FlatParamHandle, label: str) -> tuple[Tensor, Pending]:
+        """Issue the sum of one flat parameter's gradient.
+
+        Returns:
+            This rank's part of the sum, or all of it if nothing is sharded, and what to wait for before it is read.
+        """
+        shard, gradients = reducer.topology.shard, handle.gradients
+        held, widths = self._collected.pop(handle, None), self.widths
+        if held is None:
+            gradients.collect()
+            held = Collected(gradients.complete(), self.weight, bytearray(gradients.deposited))
+        elif not gradients.is_empty:
+            # Passes without synchronisation were before this one: every rank has had as many.
+            gradients.collect()
+            held.add(gradients.complete(), self.weight, bytearray(gradients.deposited))
+            widths = max(reducer.topology.exchange(len(held.total), label=_LABEL))
+        given = [held.first]
+        if widths:
+            held.widen()
+            given = [*held.total, *(torch.zeros_like(held.total[0]) for _ in range(widths - len(held.total)))]
+        if handle.layout.is_chunked:
+            given = [handle.layout.chunks.joined(tensor) for tensor in given]
+        gradients.deposited[:] = bytes(held.arrived)
+        numel = given[0].numel() if shard.size == 1 else handle.layout.shard_numels[handle.rank]
+        output = torch.empty(numel, dtype=gradients.dtype, device=given[0].device)
+        ranks = float(reducer.topology.data_parallel_size)
+        divisor = self.total or reducer.divide_factor or ranks
+        factors = [1.0] * shard.size if widths or not self.weights else [*self.weights]
+        # On every rank alike, whatever it has itself.
+        is_expanded = bool(widths or self.weights)
+        return output, _ExactSum(
+            reducer, handle, given, factors, divisor, output, label, is_expanded=is_expanded
+        )
+
+    def norm(
+        self,
+        sharded: Mapping[Collectives, Sequence[Tensor]],
+        whole: Sequence[Tensor],
+        norm_type: float,
+        device: torch.device,
+    ) -> Tensor:
+        """Return the 2-norm of all gradients: the square root of the exact sum of their squares, in float32.
+
+        Args:
+            sharded: this rank's parts, by the group over which they are sharded; each rank asks each group.
+            whole: the other gradients; each counts once.
+            device: that of the result.
+
+        Raises:
+            ValueError: for a norm of another order.
+        """
+        if norm_type != 2.0:
+            raise ValueError(
+                f"expected norm_type 2.0 or inf, of which reduction='exact' makes the exact norm, found {norm_type!r}"
+            )
+        parts = [_squares(whole)]
+        for group, gradients in sharded.items():
+            parts += group.exchange(_squares(gradients), label="gradient norm")
+        return torch.tensor(root_of(sum(parts)), dtype=torch.float32, device=device)
+
+
+@final
+class _ExactSum:
+    """A sum that is under way: over the ranks that share a parameter, and then over the copies of each shard."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        handle: FlatParamHandle,
+        given: Sequence[Tensor],
+        factors: Sequence[float],
+        divisor: float,
+        output: Tensor,
+        label: str,
+        *,
+        is_expanded: bool,
+    ) -> None:
+        self._replicate, self._label = reducer.topology.replicate, label
+        self._factors, self._divisor, self._output = factors, divisor, output
+        self._is_over, self._pending = False, list[Pending]()
+        self._is_expanded = is_expanded
+        shard = reducer.topology.shard
+        self._size = shard.size
+        if shard.size == 1:
+            self._received = [*given]
+            return
+        numels, own = handle.layout.shard_numels, output.numel()
+        self._received, self._pending = _exchanged(shard, given, numels, own, label)
+
+    def done(self) -> bool:
+        """Return whether what the other ranks have given is here."""
+        return all(pending.done() for pending in self._pending)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Add what every rank has given, and round."""
+        if self._is_over:
+            return
+        for pending in self._pending:
+            pending.wait()
+        rows = [row for received in self._received for row in received.view(self._size, -1).unbind()]
+        factors = [*self._factors] * len(self._received)
+        if self._replicate is None or self._replicate.size == 1:
+            sum_exactly(rows, factors, self._divisor, self._output)
+        else:
+            self._sum_over_copies(self._replicate, rows, factors)
+        self._received, self._is_over = [], True
+
+    def _sum_over_copies(
+        self, replicate: Collectives, rows: Sequence[Tensor], factors: Sequence[float]
+    ) -> None:
+        """Add over the copies, too: each rank a part, which it then gives to the others."""
+        numel, size = self._output.numel(), replicate.size
+        given: Sequence[Tensor] = rows
+        if self._is_expanded or len(rows) > 1:
+            total: Expansion = []
+            for row, factor in zip(rows, factors, strict=True):
+                add_exactly(total, row, factor)
+            # The ranks may need different numbers of tensors.
+            most = max(replicate.exchange(len(total), label=_LABEL))
+            given = [*total, *(torch.zeros_like(total[0]) for _ in range(most - len(total)))]
+        part = -(-numel // size)
+        numels = [max(0, min(part, numel - rank * part)) for rank in range(size)]
+        received, pendings = _exchanged(replicate, given, numels, numels[replicate.rank], self._label)
+        for pending in pendings:
+            pending.wait()
+        mine = torch.zeros(part, dtype=self._output.dtype, device=self._output.device)
+        parts = [row for each in received for row in each.view(size, -1).unbind()]
+        sum_exactly(parts, [1.0] * len(parts), self._divisor, mine[: numels[replicate.rank]])
+        gathered = mine.new_empty(part * size)
+        replicate.all_gather(gathered, mine, label=self._label).wait()
+        self._output.copy_(gathered[:numel])
+
+
+def _exchanged(
+    group: Collectives, given: Sequence[Tensor], numels: Sequence[int], own: int, label: str
+) -> tuple[list[Tensor], list[Pending]]:
+    """Issue, for each tensor, the exchange by which each rank gets its part of every rank's."""
+    received = [tensor.new_empty(own * group.size) for tensor in given]
+    pendings = [
+        group.all_to_all(output, tensor, output_numels=[own] * group.size, given_numels=numels, label=label)
+        for output, tensor in zip(received, given, strict=True)
+    ]
+    return received, pendings
+
+
+def _squares(gradients: Sequence[Tensor]) -> int | float:
+    """Return the exact sum of the squares of float32 and narrower numbers, whose squares are float64."""
+    flat = (gradient.detach().reshape(-1) for gradient in gradients)
+    return exact_sum(block.double().square_() for each in flat for block in torch.split(each, BLOCK))
