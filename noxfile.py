@@ -278,6 +278,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
         *("-m", "integration_tests.simulated.overlap"),
         *("--pictures", "build/overlap", "--docs", "docs/pictures"),
     ),
+    "sums": ("tools/sums.py",),  # one hash for every way to train, and what exact sums cost
     "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
 }
 

@@ -128,3 +128,23 @@ def test_norms() -> None:
     assert exact_sum([]) == 0 == root_of(0)
     assert math.isinf(exact_sum([torch.tensor([1.0, math.inf]).double()]))
     assert math.isnan(exact_sum([torch.tensor([1.0, math.nan]).double()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pairs(dtype: torch.dtype) -> None:
+    """The short way for the mean of two is the long one's bits: subnormal numbers, overflow and zeros, too."""
+    torch.manual_seed(0)
+    numel = 2**15 + 77
+    bits = torch.iinfo(torch.int32 if dtype == torch.float32 else torch.int16)
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    rows = [torch.randint(bits.min, bits.max, (numel,), dtype=kind).view(dtype) for _ in range(2)]
+    # Without them the first block stays finite, and takes the short way.
+    for row in rows:
+        row[: 2**15] = torch.where(row[: 2**15].abs() < 1, row[: 2**15], 0)
+    rows[1][:100] = -rows[0][:100]
+    short, long = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    sum_exactly(rows, [1.0, 1.0], 2.0, short)
+    sum_exactly([*rows, torch.zeros(numel, dtype=dtype)], [1.0] * 3, 2.0, long)
+    assert torch.equal(short.nan_to_num(5.0), long.nan_to_num(5.0))
+    assert torch.equal(short.isnan(), long.isnan())
+    assert torch.equal(short.signbit() & ~short.isnan(), long.signbit() & ~long.isnan())

@@ -62,8 +62,15 @@ def sum_exactly(rows: Sequence[Tensor], factors: Sequence[float], divisor: float
     Args:
         rows: 1-D, of any floating dtypes, as long as `output`.
     """
+    # The sum of two numbers is rounded once by the processor; halving loses nothing then, not even of subnormals.
+    is_pair = len(rows) == 2 and {*factors} == {1.0} and divisor == 2.0 and rows[0].dtype == output.dtype
     for start in range(0, output.numel(), BLOCK):
         block, total = slice(start, start + BLOCK), Expansion()
+        if is_pair:
+            half = torch.add(rows[0][block], rows[1][block], out=output[block]).mul_(0.5).add_(0.0)
+            # The sum of large numbers may be infinite where its half is not.
+            if half.sum().isfinite():
+                continue
         for row, factor in zip(rows, factors, strict=True):
             add_exactly(total, row[block], factor)
         output[block] = rounded(total, divisor, output.dtype)

@@ -64,7 +64,7 @@ depends on these."""
 
 @final
 @attrs.frozen
-class Record:
+class Followed:
     """What a micro-batch does that others follow: the units that it gathers, in order, and its last forward pass."""
 
     gathered: Numbers
@@ -73,7 +73,7 @@ class Record:
 
 @final
 @attrs.define(eq=False)
-class Followers:
+class Following:
     """The ranks that share the parameters of one tree, some of which may have fewer micro-batches than others.
 
     Before the first micro-batch of its kind nobody knows which units it gathers: there each rank tells each gather, and
@@ -83,12 +83,12 @@ class Followers:
 
     tree: UnitTree
     shard: Collectives
-    records: dict[Kind, Record] = attrs.field(factory=dict)
+    records: dict[Kind, Followed] = attrs.field(factory=dict)
     _told: list[tuple[Pending, torch.Tensor]] = attrs.field(factory=list)
     """What was told and not waited for."""
 
     @classmethod
-    def of(cls, tree: UnitTree) -> Followers:
+    def of(cls, tree: UnitTree) -> Following:
         """Return those of `tree`.
 
         Raises:
@@ -140,7 +140,7 @@ class Followers:
         with self._scripted(note):
             yield
         self._rest()
-        done = Record(tuple(gathered), Forward.last_of(self.tree))
+        done = Followed(tuple(gathered), Forward.last_of(self.tree))
         if is_led:
             assert kind is not None, "others follow"
             self._check(self._exchange(done))
@@ -179,13 +179,13 @@ class Followers:
             if done is None:
                 return everyone
             self._check(everyone)
-            if isinstance(done, Record):
+            if isinstance(done, Followed):
                 self.records[kind] = done
                 self._have_followed(done)
                 return None
             self._gather(next(each for each in self.tree.units if each.name == done.unit))
 
-    def _have_followed(self, record: Record) -> None:
+    def _have_followed(self, record: Followed) -> None:
         if record.forward is not None:
             record.forward.become_last_of(self.tree)
 
@@ -221,7 +221,7 @@ class Followers:
         deeds = [(rank, each) for rank, each in enumerate(everyone) if not isinstance(each, int)]
         if any(deed != deeds[0][1] for _, deed in deeds):
             told = ", ".join(
-                f"rank {rank} at {_OVER if isinstance(deed, Record) else f'the {deed}'}"
+                f"rank {rank} at {_OVER if isinstance(deed, Followed) else f'the {deed}'}"
                 for rank, deed in deeds
             )
             raise DivergenceError(

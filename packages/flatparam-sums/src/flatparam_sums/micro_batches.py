@@ -14,7 +14,7 @@ from torch import nn
 
 from flatparam_runtime import FlatParamError, UnitTree, no_sync, telling, tree_of, units_in
 from flatparam_sums.exact import ExactSums
-from flatparam_sums.following import HAS_ENDED, Followers
+from flatparam_sums.following import HAS_ENDED, Following
 from flatparam_sums.weighing import MOST, Weighing, told, understood
 
 _STATE: Final = "_flatparam_micro_batches"
@@ -27,7 +27,7 @@ class _Accumulation:
     """The micro-batches of one model since its last reduction."""
 
     tree: UnitTree
-    followers: Followers
+    following: Following
     weighing: Weighing
     is_weighted: bool | None = None
     """Whether the micro-batches of this step have weights; None before the first one."""
@@ -81,7 +81,7 @@ class _Accumulation:
                 widths = max(topology.exchange(widths, label="widths of exact sums"))
         else:
             own = HAS_ENDED if has_ended else told(math.fsum(weighing.weights), widths)
-            values = self.followers.meet(own)
+            values = self.following.meet(own)
             done = [understood(value) for value in values if value != HAS_ENDED]
             total, all_ended = math.fsum(weight for weight, _ in done), not done
             widths = max((width for _, width in done), default=0)
@@ -120,7 +120,7 @@ def _accumulation_of(module: nn.Module) -> _Accumulation:
     held = tree.root.module.__dict__
     found: _Accumulation | None = held.get(_STATE)
     if found is None or found.tree is not tree:
-        found = held[_STATE] = _Accumulation(tree, Followers.of(tree), Weighing())
+        found = held[_STATE] = _Accumulation(tree, Following.of(tree), Weighing())
     for each in tree.units:
         each.reducer.weighing = found.weighing
         if each.reducer.divide_factor is not None:
@@ -173,7 +173,7 @@ def accumulate(module: nn.Module, weight: float | None = None) -> Iterator[None]
                 each.weight = state.weighing.weight
             with no_sync(module):
                 if state.is_weighted:
-                    with state.followers.leading():
+                    with state.following.leading():
                         yield
                 else:
                     yield
