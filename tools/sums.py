@@ -60,7 +60,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layers make of `x`, added to it."""
-        return x + self.down(torch.tanh(self.up(x)))
+        made: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return made
 
 
 def build(width: int = 6, inner: int = 8, blocks: int = 2) -> nn.Sequential:
@@ -120,7 +121,7 @@ def trained(
             for number in range(MICRO_BATCHES):
                 if PLACES[way[5]](step, number, ranks.size) == ranks.rank:
                     with model.accumulate(weight=1 + (MICRO_BATCHES * step + number) % 5):
-                        loss(model, step, number)[0].backward()
+                        torch.autograd.backward(loss(model, step, number)[0])
             model.reduce_gradients()
             model.clip_grad_norm_(0.5)
             stepper.step()
@@ -214,7 +215,7 @@ def sent(ranks: Collectives, reduction: Any, several: bool) -> int:
     model = FSDP(build(), RecordingCollectives(ranks, ledger), reduction=reduction)
     for _ in range(2 if several else 1):
         with model.accumulate(weight=1):
-            loss(model, 0, ranks.rank)[0].backward()
+            torch.autograd.backward(loss(model, 0, ranks.rank)[0])
     model.reduce_gradients()
     by_op = ledger.by_op()
     return sum(by_op[op].sent_nbytes for op in ("reduce_scatter", "all_to_all") if op in by_op)

@@ -25,15 +25,15 @@ class Budget:
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_560, 4_500),
-    "flatparam-comm": Budget(5_855, 5_500),
-    "flatparam-runtime": Budget(6_825, 5_500),
+    "flatparam-comm": Budget(5_905, 5_500),
+    "flatparam-runtime": Budget(6_835, 5_500),
     "flatparam-state": Budget(5_200, 4_700),
-    "flatparam": Budget(6_980, 6_000),
+    "flatparam": Budget(7_035, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
     "flatparam-checkpoint": Budget(3_250, 8_000),
     "flatparam-guard": Budget(3_100, 8_000),
-    "flatparam-onehost": Budget(1_300, 8_000),
+    "flatparam-onehost": Budget(1_310, 8_000),
     "flatparam-optim": Budget(3_100, 8_000),
     "flatparam-plan": Budget(8_060, 8_000),
     "flatparam-publish": Budget(2_500, 8_000),
@@ -44,9 +44,9 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
-    "files": Budget(372, 350),
+    "files": Budget(374, 350),
     "files under 100 lines": Budget(107, 110),
-    "lines": Budget(65_750, 52_000),
+    "lines": Budget(66_460, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

@@ -201,6 +201,23 @@ class SharedMemoryCollectives:
             output, given, output_numels=output_numels, given_numels=given_numels, label=label
         )
 
+    def swap(self, output: Tensor, given: Tensor, *, label: str = "") -> Pending:
+        """Do what `all_to_all` does with parts of one length, which goes through shared memory.
+
+        Args:
+            output: 1-D, of as many elements as `given`; the part of rank 0 comes first.
+            given: 1-D; the part for rank 0 comes first, and each has as many elements.
+            label: names the call in errors.
+        """
+        numels = [given.numel() // self._size] * self._size
+        if not output.is_cpu:
+            return self.inner.all_to_all(
+                output, given, output_numels=numels, given_numels=numels, label=label
+            )
+        site = Site(self._rank, self._size, "all_to_all", label)
+        checks.check_all_to_all(site, output, given, numels, numels)
+        return self._start(site, _plain(output), _plain(given))
+
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Exchange pickled values through shared memory."""
         site = Site(self._rank, self._size, "exchange", label)

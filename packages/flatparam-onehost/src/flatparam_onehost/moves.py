@@ -8,6 +8,7 @@ The bytes of one collective of n ranks in its slot (P: bytes of one rank's part,
 | reduce_scatter | a row for each rank, with the parts of all others | n (n - 1) P |
 | all_reduce | each rank's tensor | n T |
 | broadcast | the root's tensor | T |
+| all_to_all, in equal parts | as of a reduce-scatter | n (n - 1) P |
 
 Reductions add in rank order, in the tensors' own dtype.
 """
@@ -43,7 +44,16 @@ WORTH_CUTTING: Final = Threshold(
     least=0,
 )
 
-OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "barrier", "subgroup")
+OPS: Final = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "exchange",
+    "barrier",
+    "subgroup",
+    "all_to_all",
+)
 _DTYPE_BITS, _DETAIL_BITS, _NUMEL_BITS = 7, 13, 40
 
 
@@ -92,6 +102,7 @@ class PostedCall:
             "all_gather": size,
             "exchange": size,
             "reduce_scatter": size - 1,
+            "all_to_all": size - 1,
             "all_reduce": size,
             "broadcast": 1,
         }
@@ -206,6 +217,23 @@ class Scatter:
 
 
 @final
+class _Swap:
+    __slots__ = ("scatter",)
+
+    def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
+        self.scatter = Scatter(call, slot, rank, size)
+
+    def put(self, source: Tensor) -> None:
+        self.scatter.put(source)
+
+    def take(self, target: Tensor, source: Tensor) -> None:
+        rank, parts = self.scatter.rank, [*self.scatter.parts]
+        parts.insert(rank, source[self.scatter.start : self.scatter.stop])
+        for row, part in zip(target.view(len(parts), -1), parts, strict=True):
+            row.copy_(part)
+
+
+@final
 class _AllReduce:
     __slots__ = ("mine", "parts", "reducer")
 
@@ -249,4 +277,5 @@ _MOVES: Final[dict[str, Callable[[PostedCall, MessageSlot, int, int], SlotMove]]
     "reduce_scatter": Scatter,
     "all_reduce": _AllReduce,
     "broadcast": _Broadcast,
+    "all_to_all": _Swap,
 }

@@ -148,11 +148,9 @@ def fully_shard(
     Parameters are ordinary tensors, not `DTensor`s: between passes, this rank's part of each.
 
     Args:
-        module: the module. Of a list, each module becomes a unit by itself; torch gathers the units of a list together,
-            which are the same numbers.
-        mesh: the ranks to shard over: a mesh of one dimension; of two (replicate, shard) to shard inside groups and
-            hold copies across them. `None` is the default group, or the world of threads. What `process_group` of
-            `FullyShardedDataParallel` takes will do too.
+        module: the module; of a list, each becomes a unit by itself (torch gathers the units of a list together).
+        mesh: the ranks to shard over: a mesh of one dimension, of two (replicate, shard) with copies across the first,
+            or what `process_group` of `FullyShardedDataParallel` takes; `None`: the default group, or that of threads.
         reshard_after_forward: `True` frees the full parameters between forward and backward, and gathers them again;
             `False` keeps them; `None` keeps those of the outermost module, and frees the others. The number of ranks of
             the shard group means `True`, and 1 means `False`.
@@ -164,8 +162,7 @@ def fully_shard(
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
         reduction: see `FullyShardedDataParallel`; not in FSDP2.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
-        values_later: whether parameters on the meta device whose module has no `reset_parameters()` are zero until a
-            load gives them values; otherwise they are refused. Not in FSDP2.
+        values_later: whether parameters on the meta device that nothing can begin wait for a load. Not in FSDP2.
 
     Returns:
         What was passed: the module, or the list.

@@ -1,0 +1,104 @@
+"""`reduction="exact"`: one hash for every way to train, through the wrapper and `fully_shard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sums
+import torch
+
+from flatparam import FullyShardedDataParallel as FSDP
+from flatparam import ShardingStrategy, clip_grad_norm_, fully_shard
+from flatparam_comm import Collectives, RankError, Topology, run_threads
+from flatparam_runtime import NonfiniteError
+
+STEPS = 4
+WAYS: dict[str, sums.Way] = {
+    "eight ranks": (8, "FULL_SHARD", "layers", False, "threads", "any", False),
+    "grad op": (3, "SHARD_GRAD_OP", "blocks", True, "threads", "5 + 3", False),
+    "whole copies": (4, "NO_SHARD", "one unit", False, "threads", "in turn", False),
+    "hybrid": (4, "HYBRID_SHARD", "layers", True, "threads", "any", False),
+    "resumed": (4, "FULL_SHARD", "one unit", False, "threads", "one rank", True),
+    "gloo": (2, "FULL_SHARD", "blocks", True, "gloo", "5 + 3", True),
+    "shared memory": (3, "SHARD_GRAD_OP", "layers", False, "shared_memory", "any", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", sums.OPTIMIZERS)
+def test_one_hash(optimizer: str) -> None:
+    """Parameters and optimizer states have one hash, whatever the ranks, strategy, transport and checkpoint between."""
+    alone = (1, "FULL_SHARD", "blocks", True, "threads", "in turn", False)
+    expected = sums.hash_of(alone, optimizer, STEPS)
+    for name, way in WAYS.items():
+        # Muon is for matrices, which a flat parameter is not.
+        way = (*way[:3], True, *way[4:]) if optimizer == "Muon" else way
+        assert sums.hash_of(way, optimizer, STEPS) == expected, name
+
+
+def trained_in_place(ranks: Collectives) -> tuple[list[bytes], list[float]]:
+    """Train a model that `fully_shard` has sharded; returns the full parameters and the norms."""
+    model: Any = sums.build()
+    for module in (model[1], model[2], model):
+        fully_shard(module, mesh=ranks, reduction="exact")
+    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for step in range(STEPS):
+        for number in range(sums.MICRO_BATCHES):
+            if number % ranks.size == ranks.rank:
+                with model.accumulate(weight=number):
+                    sums.loss(model, step, number)[0].backward()
+        model.reduce_gradients()
+        norms.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    return [state[name].numpy().tobytes() for name in sorted(state)], norms
+
+
+def test_in_place() -> None:
+    """`fully_shard`, and the function that clips by parameters, have the bits of one rank, too."""
+    [expected] = run_threads(1, trained_in_place)
+    for size in (2, 3):
+        found = run_threads(size, trained_in_place)
+        assert {str(norms) for _, norms in found} == {str(expected[1])}
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_what_is_not_finite_is_told(strategy: str) -> None:
+    """With `nonfinite="raise"`, an infinite gradient of one rank's micro-batch is an error on every rank."""
+
+    def rank(ranks: Collectives) -> None:
+        where: Any = ranks if strategy == "FULL_SHARD" else Topology.cut(ranks, [[0, 1], [2, 3]])
+        model = FSDP(
+            sums.build(),
+            where,
+            sharding_strategy=ShardingStrategy[strategy],
+            reduction="exact",
+            nonfinite="raise",
+            use_orig_params=True,
+        )
+        for step in range(2):
+            for number in range(2):
+                with model.accumulate(weight=1):
+                    factor = float("inf") if (ranks.rank, step, number) == (1, 1, 0) else 1.0
+                    (sums.loss(model, step, number)[0] * factor).backward()
+            if step == 0:
+                model.reduce_gradients()
+                continue
+            with pytest.raises(NonfiniteError):
+                model.reduce_gradients()
+
+    run_threads(4, rank)
+
+
+def test_an_unknown_reduction() -> None:
+    """A word that is neither is refused, by both ways in."""
+
+    def rank(ranks: Collectives) -> None:
+        with pytest.raises(ValueError, match="expected reduction to be 'default' or 'exact', found 'fast'"):
+            FSDP(sums.build(), ranks, reduction="fast")  # type: ignore[arg-type]
+        fully_shard(sums.build(), mesh=ranks, reduction="fast")  # type: ignore[arg-type]
+
+    with pytest.raises(RankError, match="found 'fast'"):
+        run_threads(2, rank)
