@@ -229,6 +229,17 @@ def test_muon_has_the_losses_of_one_process(
     assert sharded.losses() == plain.losses()
 
 
+def test_exact_sums_have_one_hash(text: Path, tmp_path: Path) -> None:
+    """With ``--reduction exact``, four parts on 1, 2 and 4 ranks end with one hash of the parameters."""
+    hashes = set()
+    for ranks, parts in ((1, 4), (2, 2), (4, 1)):
+        exact = ["--reduction", "exact", "--accumulate", parts, "--clip", 0.5]
+        output = train([*TINY, "--data", text, *exact], tmp_path / str(ranks), ranks).output
+        [shown] = re.findall(r"hash +([0-9a-f]{64})", output)
+        hashes.add(shown)
+    assert len(hashes) == 1
+
+
 def test_accumulating_without_reduction_matches_plain(text: Path, tmp_path: Path) -> None:
     """Two parts on each of two ranks, gradients reduced once, clipped: the losses of four parts in one process.
 

@@ -32,6 +32,7 @@ class Costs:
     no_sync: bool
     plain: bool
     optimizer: str = "adamw"
+    widths: int = 1
 
     @classmethod
     def of(cls, options: Options, ranks: int) -> Costs:
@@ -41,9 +42,11 @@ class Costs:
             ranks,
             options.strategy,
             options.accumulate,
-            options.no_sync,
+            options.no_sync or options.reduction == "exact",
             options.plain,
             options.optimizer,
+            # The sums of several parts travel in float64.
+            2 if options.reduction == "exact" and options.accumulate > 1 else 1,
         )
 
     @property
@@ -79,7 +82,7 @@ class Costs:
         """Elements reduce-scattered in one step."""
         if self.plain:
             return 0
-        return (1 if self.no_sync else self.accumulate) * self.shape.numel
+        return self.widths * (1 if self.no_sync else self.accumulate) * self.shape.numel
 
     @property
     def moved_per_step(self) -> int:

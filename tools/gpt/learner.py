@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -36,6 +37,23 @@ class Learner:
             return self.model.no_sync()
         return nullcontext()
 
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Collect the gradients of one micro-batch inside, until `reduce`."""
+        assert isinstance(self.model, FullyShardedDataParallel), "exact sums are of a sharded model"
+        return self.model.accumulate()
+
+    def reduce(self) -> None:
+        """Reduce what micro-batches have collected. A collective."""
+        assert isinstance(self.model, FullyShardedDataParallel), "exact sums are of a sharded model"
+        self.model.reduce_gradients()
+
+    def hash(self) -> str:
+        """Return the SHA-256 of the full parameters. A collective."""
+        digest = hashlib.sha256()
+        for value in self.model.state_dict().values():
+            digest.update(value.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def clip(self, largest: float) -> None:
         """Scale the gradients so that the norm over all of them is at most ``largest``. A collective."""
         if isinstance(self.model, FullyShardedDataParallel):
@@ -55,6 +73,7 @@ def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=options.use_orig_params,
+            reduction=options.reduction,
         )
     return Learner(model, _optimizer(options, model))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import asdict, frozen
 
@@ -68,6 +68,7 @@ class Options:
     ranks: int | None
     plain: bool
     strategy: str
+    reduction: Literal["default", "exact"]
     use_orig_params: bool
     checkpoint_activations: bool
     threads: int | None
@@ -136,6 +137,11 @@ def parse(arguments: Sequence[str]) -> Options:
     shape = Shape(**{**asdict(preset.shape), **chosen})
     given["lr"] = preset.lr if given["lr"] is None else given["lr"]
     given["batch"] = preset.batch if given["batch"] is None else given["batch"]
+    if given["reduction"] == "exact":
+        if given["plain"]:
+            raise UserError("--reduction exact is for a sharded model: leave --plain out.")
+        # The bits of a product depend on the threads.
+        given["threads"] = given["threads"] or 1
     return Options(shape=shape, **given)
 
 
@@ -204,6 +210,10 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard", help="strategy"
     )
+    group.add_argument(
+        "--reduction", choices=("default", "exact"), default="default",
+        help="exact: the same bits on any number of ranks with as many parts in all, whose hash is shown",
+    )  # fmt: skip
     group.add_argument(
         "--use-orig-params", action=argparse.BooleanOptionalAction, default=False,
         help="the optimizer sees the original parameters, not the flat ones",

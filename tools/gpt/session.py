@@ -38,7 +38,9 @@ def train(options: Options, world_size: int, requests: StopRequests, console: Co
     with joined(options.device, alone=options.plain) as ranks:
         costs = Costs.of(options, ranks.size)
         meter = Meter(ranks.device, sharded=not options.plain)
-        forecast = None if plan.start >= options.steps else Forecast.of(options, ranks, meter.process_group)
+        # The planner does not know exact sums.
+        is_planned = plan.start < options.steps and options.reduction == "default"
+        forecast = Forecast.of(options, ranks, meter.process_group) if is_planned else None
         meter.bytes_moved_since_last()
         learner = build(options, ranks, meter)
         with Checkpointer(
@@ -154,6 +156,8 @@ class _Session:
         at_rest, peak, process_peak, moved = trainer.ranks.largest(
             [trainer.at_rest, meter.peak_bytes(), meter.process_peak_bytes(), trainer.moved_per_step]
         )
+        if trainer.options.reduction == "exact":
+            self.console.fact("hash", trainer.learner.hash())
         milliseconds = 1000 * statistics.median(trainer.step_seconds)
         measured = Measured(int(at_rest), int(peak), int(process_peak), int(moved), milliseconds)
         self.console.say()

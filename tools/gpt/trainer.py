@@ -120,11 +120,19 @@ class Trainer:
         total = 0.0
         for number in range(own):
             rows = self.batches.training_part(step, self.ranks.rank * own + number, parts)
+            if self.options.reduction == "exact":
+                with self.learner.micro_batch():
+                    loss = self._loss(rows.tokens, rows.targets)
+                    torch.autograd.backward(loss)
+                total += loss.item()
+                continue
             keep = self.options.no_sync and number < own - 1
             with self.learner.without_reduction() if keep else nullcontext():
                 loss = self._loss(rows.tokens, rows.targets)
                 (loss / own).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             total += loss.item()
+        if self.options.reduction == "exact":
+            self.learner.reduce()
         return total
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
