@@ -11,7 +11,9 @@ import torch
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, clip_grad_norm_, fully_shard
 from flatparam_comm import Collectives, RankError, Topology, run_threads
-from flatparam_runtime import NonfiniteError
+from flatparam_comm.testing import run_processes
+from flatparam_comm.transfer.reduction import PART_NBYTES
+from flatparam_runtime import NonfiniteError, units_in
 
 STEPS = 4
 WAYS: dict[str, sums.Way] = {
@@ -102,3 +104,31 @@ def test_an_unknown_reduction() -> None:
 
     with pytest.raises(RankError, match="found 'fast'"):
         run_threads(2, rank)
+
+
+def without_a_buffer(ranks: Collectives, least: int) -> tuple[list[bytes], bool]:
+    """Train over shared memory; returns the gradients, and whether they travelled from where autograd left them."""
+    with PART_NBYTES.set_to(least):
+        model = sums.wrapped(ranks, (ranks.size, "FULL_SHARD", "blocks", True, "shared_memory", "any", False))
+        found = []
+        for step in range(3):
+            # One rank has nothing in the second step, and passes without weights are there, too.
+            for number in range(step, step + 1 if step != 1 or ranks.rank else step):
+                with model.accumulate(weight=number + 1 + ranks.rank):
+                    torch.autograd.backward(sums.loss(model, step, number + ranks.rank)[0])
+            model.reduce_gradients()
+            torch.autograd.backward(sums.loss(model, step, ranks.rank)[0])
+            gradients = [parameter.grad for parameter in model.parameters()]
+            found.extend(each.numpy().tobytes() for each in gradients if each is not None)
+            model.zero_grad()
+        [unit] = [unit for unit in units_in(model) if unit.name == "1"]
+        return found, unit.reducer.averaging(unit.handles).in_parts
+
+
+def test_gradients_that_are_not_copied() -> None:
+    """Through shared memory large gradients travel without a flat buffer, with the same bits."""
+    copied = run_processes(3, without_a_buffer, 2**20)
+    taken = run_processes(3, without_a_buffer, 0)
+    assert [each[0] for each in copied] == [each[0] for each in taken]
+    assert {each[1] for each in copied} == {False}
+    assert {each[1] for each in taken} == {True}

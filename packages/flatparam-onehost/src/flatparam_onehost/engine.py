@@ -33,7 +33,7 @@ from flatparam_comm.process_group.engine import ProcessGroupCollectives
 from flatparam_comm.process_group.groups import exchange_bytes
 from flatparam_comm.topology.transports import CannotShareError, as_process_group
 from flatparam_onehost.host import Link, connect
-from flatparam_onehost.moves import REDUCTIONS, PostedCall, Scatter
+from flatparam_onehost.moves import REDUCTIONS, Deal, PostedCall, Scatter
 from flatparam_onehost.pending import NOTHING, SharedPending, SlotUse
 from flatparam_onehost.segment import SLOTS
 from flatparam_onehost.waiting import Watch
@@ -201,20 +201,23 @@ class SharedMemoryCollectives:
             output, given, output_numels=output_numels, given_numels=given_numels, label=label
         )
 
-    def swap(self, output: Tensor, given: Tensor, *, label: str = "") -> Pending:
+    def swap(self, output: Tensor, given: Tensor | Parts, *, label: str = "") -> Pending:
         """Do what `all_to_all` does with parts of one length, which goes through shared memory.
 
         Args:
             output: 1-D, of as many elements as `given`; the part of rank 0 comes first.
-            given: 1-D; the part for rank 0 comes first, and each has as many elements.
+            given: 1-D; the part for rank 0 comes first, and each has as many elements. It may lie in parts.
             label: names the call in errors.
         """
-        numels = [given.numel() // self._size] * self._size
+        numels = [output.numel() // self._size] * self._size
+        site = Site(self._rank, self._size, "all_to_all", label)
+        if not isinstance(given, Tensor):
+            checks.check_reduce_scatter_parts(site, output[: numels[0]], given)
+            return self._start(site, output, given)
         if not output.is_cpu:
             return self.inner.all_to_all(
                 output, given, output_numels=numels, given_numels=numels, label=label
             )
-        site = Site(self._rank, self._size, "all_to_all", label)
         checks.check_all_to_all(site, output, given, numels, numels)
         return self._start(site, _plain(output), _plain(given))
 
@@ -269,7 +272,7 @@ class SharedMemoryCollectives:
             if isinstance(source, Tensor):
                 move.put(source)
             else:
-                assert isinstance(move, Scatter), "only a reduce-scatter takes parts"
+                assert isinstance(move, (Scatter, Deal)), "these take parts"
                 move.put_parts(source, target)
                 source = target
         except Exception as error:

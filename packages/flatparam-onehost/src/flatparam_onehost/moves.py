@@ -217,19 +217,31 @@ class Scatter:
 
 
 @final
-class _Swap:
+class Deal:
+    """An all-to-all of equal parts; if the source is the target, the target already has this rank's own part."""
+
     __slots__ = ("scatter",)
 
     def __init__(self, call: PostedCall, slot: MessageSlot, rank: int, size: int) -> None:
+        """Find the places of `rank` of `size` in `slot`, which are those of a reduce-scatter."""
         self.scatter = Scatter(call, slot, rank, size)
 
     def put(self, source: Tensor) -> None:
+        """Copy the parts of the other ranks into the slot."""
         self.scatter.put(source)
 
+    def put_parts(self, source: Parts, target: Tensor) -> None:
+        """`put` a tensor that lies in parts, and write this rank's own part of it to its place in `target`."""
+        self.scatter.put_parts(source, target[self.scatter.start : self.scatter.stop])
+
     def take(self, target: Tensor, source: Tensor) -> None:
+        """Copy what every rank gives this one."""
         rank, parts = self.scatter.rank, [*self.scatter.parts]
-        parts.insert(rank, source[self.scatter.start : self.scatter.stop])
-        for row, part in zip(target.view(len(parts), -1), parts, strict=True):
+        rows = [*target.view(len(parts) + 1, -1)]
+        own = rows.pop(rank)
+        if source is not target:
+            own.copy_(source[self.scatter.start : self.scatter.stop])
+        for row, part in zip(rows, parts, strict=True):
             row.copy_(part)
 
 
@@ -277,5 +289,5 @@ _MOVES: Final[dict[str, Callable[[PostedCall, MessageSlot, int, int], SlotMove]]
     "reduce_scatter": Scatter,
     "all_reduce": _AllReduce,
     "broadcast": _Broadcast,
-    "all_to_all": _Swap,
+    "all_to_all": Deal,
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import Averaging, Collectives, FlatParamHandle, Pending, Reducer
+from flatparam_comm.collectives import Parts
 from flatparam_runtime import FlatParamError
 from flatparam_sums.expansions import (
     BLOCK,
@@ -72,7 +73,7 @@ class ExactSums:
         # A copy of a model has collected nothing.
         return ExactSums, ()
 
-    def averaging(self, reducer: Reducer) -> Averaging:
+    def averaging(self, reducer: Reducer, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors of collecting and reducing: none, since the sum is divided before it is rounded.
 
         Raises:
@@ -84,7 +85,7 @@ class ExactSums:
                 f"rank {reducer.topology.rank}: expected reduction='exact' without a hook in the place of a reduction, "
                 "and without set_requires_all_reduce(False); leave these out, or take the default reduction"
             )
-        return Averaging()
+        return Averaging(in_parts=reducer.takes_parts(handles) and hasattr(reducer.topology.shard, "swap"))
 
     # What micro-batches have contributed
 
@@ -149,6 +150,16 @@ class ExactSums:
         """
         shard, gradients = reducer.topology.shard, handle.gradients
         held, widths = self._collected.pop(handle, None), self.widths
+        is_even = not handle.layout.uneven_numels and not handle.layout.is_chunked
+        in_parts = hasattr(shard, "swap") and handle.gradients.is_apart and is_even
+        ranks = float(reducer.topology.data_parallel_size)
+        divisor = self.total or reducer.divide_factor or ranks
+        if held is None and in_parts and not widths and not gradients.is_empty and shard.size > 1:
+            output, parts = handle.begin_reduce_parts()
+            factors = [*self.weights] or [1.0] * shard.size
+            return output, _ExactSum(
+                reducer, handle, [parts], factors, divisor, output, label, is_expanded=bool(self.weights)
+            )
         if held is None:
             gradients.collect()
             held = Collected(gradients.complete(), self.weight, bytearray(gradients.deposited))
@@ -166,8 +177,6 @@ class ExactSums:
         gradients.deposited[:] = bytes(held.arrived)
         numel = given[0].numel() if shard.size == 1 else handle.layout.shard_numels[handle.rank]
         output = torch.empty(numel, dtype=gradients.dtype, device=given[0].device)
-        ranks = float(reducer.topology.data_parallel_size)
-        divisor = self.total or reducer.divide_factor or ranks
         factors = [1.0] * shard.size if widths or not self.weights else [*self.weights]
         # On every rank alike, whatever it has itself.
         is_expanded = bool(widths or self.weights)
@@ -210,7 +219,7 @@ class _ExactSum:
         self,
         reducer: Reducer,
         handle: FlatParamHandle,
-        given: Sequence[Tensor],
+        given: Sequence[Tensor | Parts],
         factors: Sequence[float],
         divisor: float,
         output: Tensor,
@@ -225,7 +234,7 @@ class _ExactSum:
         shard = reducer.topology.shard
         self._size = shard.size
         if shard.size == 1:
-            self._received = [*given]
+            self._received = [tensor for tensor in given if isinstance(tensor, Tensor)]
             return
         numels, own = handle.layout.shard_numels, output.numel()
         self._received, self._pending = _exchanged(shard, given, numels, own, label)
@@ -276,17 +285,19 @@ class _ExactSum:
 
 
 def _exchanged(
-    group: Collectives, given: Sequence[Tensor], numels: Sequence[int], own: int, label: str
+    group: Collectives, given: Sequence[Tensor | Parts], numels: Sequence[int], own: int, label: str
 ) -> tuple[list[Tensor], list[Pending]]:
     """Issue, for each tensor, the exchange by which each rank gets its part of every rank's."""
-    received = [tensor.new_empty(own * group.size) for tensor in given]
+    numel = own * group.size
+    received = [torch.empty(numel, dtype=each.dtype, device=each.device) for each in given]
     swap = getattr(group, "swap", None)
     if swap is not None and {*numels} == {own}:
         pairs = zip(received, given, strict=True)
-        return received, [swap(output, tensor, label=label) for output, tensor in pairs]
+        return received, [swap(output, each, label=label) for output, each in pairs]
+    tensors = [each for each in given if isinstance(each, Tensor)]
     pendings = [
         group.all_to_all(output, tensor, output_numels=[own] * group.size, given_numels=numels, label=label)
-        for output, tensor in zip(received, given, strict=True)
+        for output, tensor in zip(received, tensors, strict=True)
     ]
     return received, pendings
 

@@ -54,7 +54,7 @@ class Weighs(Protocol):
 class Sums(Protocol):
     """A way to sum gradients other than the backend's; an add-on has one."""
 
-    def averaging(self, reducer: Reducer) -> Averaging:
+    def averaging(self, reducer: Reducer, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors of collecting and of what `begin` gives."""
 
     def collect(self, handles: Sequence[FlatParamHandle]) -> None:
@@ -246,7 +246,7 @@ class Reducer:
     def averaging(self, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors that turn the sum of the gradients of `handles` over ranks into their mean."""
         if self.sums is not None:
-            mean = self.sums.averaging(self)
+            mean = self.sums.averaging(self, handles)
             return mean if self.weighing is None else self.weighing.of(mean, self, handles)
         hooks = self.hooks
         of = (
@@ -278,10 +278,12 @@ class Reducer:
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
         # Chunks are cut out of the gradients by the call that collects them.
-        in_parts = all(handle.layout.is_chunked for handle in handles) or (
-            self._of_parts is not None and self._are_large(handles)
-        )
+        in_parts = all(handle.layout.is_chunked for handle in handles) or self.takes_parts(handles)
         return averaging_over(size, factor, dtypes, in_copy=device.type == "cpu", in_parts=in_parts)
+
+    def takes_parts(self, handles: Sequence[FlatParamHandle]) -> bool:
+        """Return whether the shard group takes gradients from where autograd leaves them, and they are large."""
+        return self._of_parts is not None and self._are_large(handles)
 
     @staticmethod
     def _are_large(handles: Sequence[FlatParamHandle]) -> bool:
