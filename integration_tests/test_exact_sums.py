@@ -132,3 +132,25 @@ def test_gradients_that_are_not_copied() -> None:
     assert [each[0] for each in copied] == [each[0] for each in taken]
     assert {each[1] for each in copied} == {False}
     assert {each[1] for each in taken} == {True}
+
+
+def over_a_narrow_wire(ranks: Collectives, transport: str) -> str:
+    """Train with gradients that travel in bfloat16; returns the hash of the parameters."""
+    where: Any = ranks if transport == "threads" else None if transport == "gloo" else transport
+    model = FSDP(sums.build(), where, wire="bf16", use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        with model.no_sync():
+            torch.autograd.backward(sums.loss(model, step, ranks.rank)[0])
+        torch.autograd.backward(sums.loss(model, step, 2 + ranks.rank)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    return sums.digest_of(model.state_dict())
+
+
+def test_a_narrow_wire() -> None:
+    """Gradients that travel in bfloat16 have equal sums over every transport."""
+    found = {*run_threads(2, over_a_narrow_wire, "threads")}
+    for transport in ("gloo", "shared_memory"):
+        found |= {*run_processes(2, over_a_narrow_wire, transport)}
+    assert len(found) == 1

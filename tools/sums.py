@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,9 +128,14 @@ def trained(
             stepper.zero_grad()
         if save:
             checkpointer.save(steps[-1] + 1)
-    digest = hashlib.sha256()
     state = FSDP.optim_state_dict(model, stepper)["state"]
-    for values in (model.state_dict(), *(state[name] for name in sorted(state))):
+    return digest_of(model.state_dict(), *(state[name] for name in sorted(state)))
+
+
+def digest_of(*trees: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all tensors of more than one element, by name."""
+    digest = hashlib.sha256()
+    for values in trees:
         for name in sorted(values):
             value = values[name]
             if isinstance(value, Tensor) and value.numel() > 1:

@@ -208,3 +208,47 @@ def test_hooks_are_refused() -> None:
             model(torch.ones(1, 5)).sum().backward()
 
     run_threads(2, rank)
+
+
+def test_a_narrow_wire() -> None:
+    """With a wire of bfloat16 a rank sends half the bytes; the sum of the rounded contributions is rounded once."""
+
+    def rank(
+        world: Collectives, wire: torch.dtype | None, several: bool
+    ) -> tuple[int, list[Tensor], list[Tensor]]:
+        ledger, model = ByteLedger(), build()
+        mine = [world.rank, world.rank + 3][: 2 if several else 1]
+        contribution = [torch.zeros_like(each) for each in model.parameters()]
+        for number in mine:
+            gradients = torch.autograd.grad(
+                model(batches(0)[number][0]).square().mean(), [*model.parameters()]
+            )
+            contribution = [
+                a + (number + 1) * b.double() for a, b in zip(contribution, gradients, strict=True)
+            ]
+        plan = UnitPlan(
+            Topology(RecordingCollectives(world, ledger)), use_orig_params=True, sums=ExactSums(wire)
+        )
+        shard_module(model, plan)
+        for number in mine:
+            with accumulate(model, weight=number + 1):
+                model(batches(0)[number][0]).square().mean().backward()
+        reduce_gradients(model)
+        with summon_full_params(model, with_grads=True):
+            found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return ledger.by_op()["all_to_all"].sent_nbytes, found, contribution
+
+    for several in (False, True):
+        results = run_threads(3, lambda world, several=several: rank(world, torch.bfloat16, several))
+        as_it_is = run_threads(3, lambda world, several=several: rank(world, None, several))
+        total = sum(number + 1 for world in range(3) for number in [world, world + 3][: 2 if several else 1])
+        for place in range(len(results[0][1])):
+            rounded = [each[2][place].float().bfloat16().double() for each in results]
+            wanted = (sum(rounded[1:], rounded[0]) / total).float()
+            for (nbytes, found, _), (more, _, _) in zip(results, as_it_is, strict=True):
+                torch.testing.assert_close(found[place], wanted, rtol=2**-23, atol=0)
+                assert nbytes == more // (4 if several else 2)
+            exact = sum((each[2][place] for each in results[1:]), results[0][2][place]) / total
+            # Each contribution is off by at most half a unit of its eighth bit.
+            bound = sum((each[2][place].abs() for each in results[1:]), results[0][2][place].abs()) / total
+            assert bool(((results[0][1][place].double() - exact).abs() <= bound * 2**-8).all())

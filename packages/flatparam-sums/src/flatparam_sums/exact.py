@@ -18,6 +18,7 @@ from flatparam_sums.expansions import (
     add_exactly,
     exact_sum,
     root_of,
+    rounded,
     sum_exactly,
 )
 
@@ -57,8 +58,13 @@ class ExactSums:
 
     Each rank gives every other one that rank's part of what it has: its gradient, if each rank has one micro-batch, and
     else the exact sum of its micro-batches, in float64. The owner adds these, and rounds once.
+
+    With a `wire`, each rank rounds the sum of its own micro-batches to that dtype, and gives that: fewer bytes, and a
+    result that depends on which rank did which micro-batch.
     """
 
+    wire: torch.dtype | None = None
+    """The dtype that each rank rounds its contribution to before it is sent; None sends it as it is."""
     weight: float = 1.0
     """The weight of the micro-batch whose gradients are collected."""
     widths: int = 0
@@ -71,7 +77,7 @@ class ExactSums:
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of a model has collected nothing.
-        return ExactSums, ()
+        return ExactSums, (self.wire,)
 
     def averaging(self, reducer: Reducer, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors of collecting and reducing: none, since the sum is divided before it is rounded.
@@ -85,7 +91,8 @@ class ExactSums:
                 f"rank {reducer.topology.rank}: expected reduction='exact' without a hook in the place of a reduction, "
                 "and without set_requires_all_reduce(False); leave these out, or take the default reduction"
             )
-        return Averaging(in_parts=reducer.takes_parts(handles) and hasattr(reducer.topology.shard, "swap"))
+        takes_parts = self.wire is None and hasattr(reducer.topology.shard, "swap")
+        return Averaging(in_parts=takes_parts and reducer.takes_parts(handles))
 
     # What micro-batches have contributed
 
@@ -125,7 +132,7 @@ class ExactSums:
         Args:
             several: whether this rank has had more than one micro-batch.
         """
-        if not several:
+        if not several or self.wire is not None:
             return 0
         for held in self._collected.values():
             held.widen()
@@ -169,7 +176,10 @@ class ExactSums:
             held.add(gradients.complete(), self.weight, bytearray(gradients.deposited))
             widths = max(reducer.topology.exchange(len(held.total), label=_LABEL))
         given = [held.first]
-        if widths:
+        if self.wire is not None:
+            held.widen()
+            given = [rounded(held.total, 1.0, self.wire)]
+        elif widths:
             held.widen()
             given = [*held.total, *(torch.zeros_like(held.total[0]) for _ in range(widths - len(held.total)))]
         if handle.layout.is_chunked:
@@ -177,9 +187,10 @@ class ExactSums:
         gradients.deposited[:] = bytes(held.arrived)
         numel = given[0].numel() if shard.size == 1 else handle.layout.shard_numels[handle.rank]
         output = torch.empty(numel, dtype=gradients.dtype, device=given[0].device)
-        factors = [1.0] * shard.size if widths or not self.weights else [*self.weights]
+        is_weighed = widths or self.wire is not None or not self.weights
+        factors = [1.0] * shard.size if is_weighed else [*self.weights]
         # On every rank alike, whatever it has itself.
-        is_expanded = bool(widths or self.weights)
+        is_expanded = bool(widths or self.weights or self.wire)
         return output, _ExactSum(
             reducer, handle, given, factors, divisor, output, label, is_expanded=is_expanded
         )

@@ -15,7 +15,7 @@ from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
 from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, sums_of
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, Wire, sums_of
 from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.make_unit import shard_resolved
@@ -112,6 +112,7 @@ class _Settings(TypedDict, total=False):
     dp_mesh_dims: object
     nonfinite: Nonfinite
     reduction: Reduction
+    wire: Wire
     layout: LayoutPolicy | RuleFunction | None
     values_later: bool
 
@@ -136,31 +137,31 @@ def fully_shard(
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
+    wire: Wire = "default",
     layout: LayoutPolicy | RuleFunction | None = None,
     values_later: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over ranks, in place, and return the module.
 
     The function of this name in torch (FSDP2) has the same arguments. Call it for the blocks of a model first, and for
-    the model last: each call makes a unit of the parameters that no call inside has taken. The names of parameters stay
-    what they were. The class of the module becomes one that is derived from its own class and `FSDPModule`.
-
-    Parameters are ordinary tensors, not `DTensor`s: between passes, this rank's part of each.
+    the model last: each call makes a unit of the parameters that no call inside has taken. Their names stay; they are
+    ordinary tensors, not `DTensor`s: between passes, this rank's part. The module's class becomes one that is derived
+    from its own class and `FSDPModule`.
 
     Args:
         module: the module; of a list, each becomes a unit by itself (torch gathers the units of a list together).
         mesh: the ranks to shard over: a mesh of one dimension, of two (replicate, shard) with copies across the first,
             or what `process_group` of `FullyShardedDataParallel` takes; `None`: the default group, or that of threads.
-        reshard_after_forward: `True` frees the full parameters between forward and backward, and gathers them again;
-            `False` keeps them; `None` keeps those of the outermost module, and frees the others. The number of ranks of
-            the shard group means `True`, and 1 means `False`.
+        reshard_after_forward: `True` frees full parameters between forward and backward; `False` keeps them; `None`
+            keeps those of the outermost module. The number of ranks of the shard group means `True`, 1 means `False`.
         shard_placement_fn: must be `None`: a flat parameter has no dimension to choose.
         mp_policy: the dtypes, as a `MixedPrecisionPolicy` of flatparam or of torch.
         offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
-        nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model's modules decides.
+        nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model decides.
         reduction: see `FullyShardedDataParallel`; not in FSDP2.
+        wire: see `FullyShardedDataParallel`; not in FSDP2.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
         values_later: whether parameters on the meta device that nothing can begin wait for a load. Not in FSDP2.
 
@@ -176,8 +177,7 @@ def fully_shard(
         )
     if dp_mesh_dims is not None:
         raise ValueError(
-            "dp_mesh_dims: pass the dimensions to shard over as the mesh: mesh=mesh['shard'], or "
-            "mesh=mesh['replicate', 'shard']"
+            "dp_mesh_dims: pass the dimensions as the mesh: mesh=mesh['shard'], or mesh=mesh['replicate', 'shard']"
         )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
@@ -193,6 +193,7 @@ def fully_shard(
             ignored_params=ignored,
             nonfinite=nonfinite,
             reduction=reduction,
+            wire=wire,
             layout=layout,
             values_later=values_later,
         )
@@ -268,6 +269,7 @@ def resolve_in_place(
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
+    wire: Wire = "default",
     layout: Any = None,
     values_later: bool = False,
 ) -> Resolved:
@@ -295,7 +297,7 @@ def resolve_in_place(
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
         nonfinite=nonfinite,
-        sums=sums_of(reduction),
+        sums=sums_of(reduction, wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

@@ -41,6 +41,7 @@ Ranks: TypeAlias = (
 Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction
 """A policy: it chooses the submodules that become units."""
 Reduction: TypeAlias = Literal["default", "exact"]
+Wire: TypeAlias = Literal["default", "bf16"]
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""
 
@@ -69,6 +70,7 @@ class Arguments:
     clean_names: bool = False
     nonfinite: Nonfinite = "ignore"
     reduction: Reduction = "default"
+    wire: Wire = "default"
     layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
@@ -125,12 +127,18 @@ def _is_on(name: str) -> bool:
     return on
 
 
-def sums_of(reduction: Reduction) -> Any:
+def sums_of(reduction: Reduction, wire: Wire) -> Any:
     """Return how gradients are summed: `None` by the backend, and else what an add-on has.
 
     Raises:
-        ValueError: for anything but "default" and "exact".
+        ValueError: for a word that is not known.
     """
-    if reduction not in ("default", "exact"):
-        raise ValueError(f"expected reduction to be 'default' or 'exact', found {reduction!r}")
-    return None if reduction == "default" else load("flatparam_sums").ExactSums()
+    for name, found, known in (
+        ("reduction", reduction, ("default", "exact")),
+        ("wire", wire, ("default", "bf16")),
+    ):
+        if found not in known:
+            raise ValueError(f"expected {name} to be {known[0]!r} or {known[1]!r}, found {found!r}")
+    if reduction == wire == "default":
+        return None
+    return load("flatparam_sums").ExactSums(None if wire == "default" else torch.bfloat16)

@@ -195,7 +195,7 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         broadcast_buffers=bool(arguments.broadcast_buffers),
         use_orig_params=bool(arguments.use_orig_params),
         nonfinite=arguments.nonfinite,
-        sums=sums_of(arguments.reduction),
+        sums=sums_of(arguments.reduction, arguments.wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     if arguments.mixed_precision is not None:
