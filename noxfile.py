@@ -131,6 +131,7 @@ TWINS = (
     *("packages/flatparam/tests", "--ignore=packages/flatparam/tests/command"),
     *("packages/flatparam-clients/tests", "--ignore=packages/flatparam-clients/tests/test_run.py"),
     "packages/flatparam-optim/tests",
+    "packages/flatparam-sums/tests",
     "packages/flatparam-plan/tests/test_recorder.py",
     *(
         f"packages/flatparam-checkpoint/tests/test_{name}.py"

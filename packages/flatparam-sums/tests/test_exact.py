@@ -62,7 +62,7 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 def digest(model: nn.Module) -> str:
     with summon_full_params(model):
         flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
 def trained(topology: Topology, place: str, **plan: object) -> tuple[str, list[float]]:
