@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -237,6 +238,42 @@ def test_dropped_micro_batches_do_not_count() -> None:
             loss(model, (torch.ones(1, 2), 1)).backward()
         drop_waiting(units_in(model))
         do(model, [*step[world.rank]])
+        return gradients(model)
+
+    for found in run_threads(2, rank):
+        same(found, expected(step))
+
+
+def test_an_exception_drops_what_was_collected() -> None:
+    """A micro-batch that raises after its backward pass counts nothing, and neither do those before it in the step."""
+    step = [[(torch.ones(1, 2), 2)], [(torch.ones(1, 2) * 3, 4)]]
+
+    def rank(world: Collectives) -> dict[str, Tensor | None]:
+        model = shard(world)
+        do(model, [(torch.ones(1, 2), 1)])
+        model.zero_grad()
+        for fails in (False, True):
+            with contextlib.suppress(KeyError), accumulate(model, weight=100):
+                loss(model, (torch.ones(1, 2), 1)).backward()
+                if fails:
+                    raise KeyError("a wrong batch")
+        do(model, [*step[world.rank]])
+        return gradients(model)
+
+    for found in run_threads(2, rank):
+        same(found, expected(step))
+
+
+def test_a_weight_in_a_tensor() -> None:
+    """The number of tokens may be a tensor of one element, as a sum over a mask is."""
+    step = [[(torch.ones(1, 2), 2)], [(torch.ones(1, 2) * 3, 4)]]
+
+    def rank(world: Collectives) -> dict[str, Tensor | None]:
+        model = shard(world)
+        for batch in step[world.rank]:
+            with accumulate(model, weight=torch.ones(batch[1]).sum()):
+                loss(model, batch).backward()
+        reduce_gradients(model)
         return gradients(model)
 
     for found in run_threads(2, rank):

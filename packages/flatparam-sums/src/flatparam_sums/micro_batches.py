@@ -10,7 +10,7 @@ from typing import Final, final
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatparam_runtime import FlatParamError, UnitTree, no_sync, telling, tree_of, units_in
 from flatparam_sums.exact import ExactSums
@@ -64,6 +64,14 @@ class _Accumulation:
         """The exact sums of units, if they have any."""
         found = dict.fromkeys(unit.reducer.sums for unit in self.tree.units)
         return [each for each in found if isinstance(each, ExactSums)]
+
+    def forget(self) -> None:
+        """Drop what this rank has collected in this step, with its weights."""
+        for unit in self.tree.units:
+            unit.reducer.forget()
+            for handle in unit.handles:
+                handle.drop_gradients()
+        self.weighing.reset()
 
     def reduce(self, *, has_ended: bool) -> bool:
         """Reduce what all ranks have collected; returns whether the data of all ranks have ended.
@@ -133,22 +141,26 @@ def _accumulation_of(module: nn.Module) -> _Accumulation:
 
 
 @contextmanager
-def accumulate(module: nn.Module, weight: float | None = None) -> Iterator[None]:
+def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Iterator[None]:
     """Compute one micro-batch inside: the forward and backward passes of one mean loss. Nothing is reduced.
 
-    Any rank may have any number of micro-batches in a step, also none; `reduce_gradients` ends the step.
+    Any rank may have any number of micro-batches in a step, also none; `reduce_gradients` ends the step. In between no
+    rank does anything else with the model. After an exception inside, what this rank has collected in the step is gone,
+    with its weights.
 
     Args:
         module: the outermost sharded module.
-        weight: what the micro-batch counts, at least 0: its tokens or samples. Gradients are multiplied by it when they
-            are collected, in the reduction dtype. `None` for all micro-batches of a step says that every rank has
-            equally many, which count alike; then ranks tell each other nothing.
+        weight: what the micro-batch counts, at least 0: its tokens or samples, as a number or a tensor of one.
+            Gradients are multiplied by it when they are collected, in the reduction dtype. `None` for all micro-batches
+            of a step says that every rank has equally many, which count alike; then ranks tell each other nothing.
 
     Raises:
         ValueError: for a weight that is no number of at least 0, or is infinite.
         FlatParamError: inside another `accumulate`, on a unit that is not the outermost one, or if the micro-batch
             gathers other units than the first one did.
     """
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        weight = weight.item()
     if weight is not None:
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)
         if not (is_number and 0 <= weight < math.inf):
@@ -178,6 +190,9 @@ def accumulate(module: nn.Module, weight: float | None = None) -> Iterator[None]
                 else:
                     yield
             state.weighing.weights.append(state.weighing.weight)
+        except BaseException:
+            state.forget()
+            raise
         finally:
             state.is_inside = False
 

@@ -345,7 +345,7 @@ class FullyShardedDataParallel(nn.Module):
         """Accumulate gradients without communication; the first backward pass outside reduces the sum."""
         return runtime.no_sync(self)
 
-    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
+    def accumulate(self, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
 
         Args:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self, deprecated
 
 import flatparam_runtime as runtime
@@ -189,7 +189,7 @@ class FSDPModule(_Base):
         check_flag("requires_all_reduce", requires_all_reduce)
         training.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
 
-    def accumulate(self, weight: float | None = None) -> AbstractContextManager[None]:
+    def accumulate(self, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
 
         Args:

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Final, final
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
 
 from flatparam.addons import load
 from flatparam.wrapper.interior import unit_inside
@@ -32,7 +32,7 @@ def _units_of(modules: Iterable[nn.Module] | None) -> list[Unit] | None:
     return None if modules is None else [unit_inside(module) for module in modules]
 
 
-def accumulate(model: nn.Module, weight: float | None) -> AbstractContextManager[None]:
+def accumulate(model: nn.Module, weight: float | Tensor | None) -> AbstractContextManager[None]:
     """Compute one micro-batch inside; an add-on does it."""
     context: AbstractContextManager[None] = load(_SUMS).accumulate(model, weight)
     return context
