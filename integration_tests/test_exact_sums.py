@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -154,3 +157,52 @@ def test_a_narrow_wire() -> None:
     for transport in ("gloo", "shared_memory"):
         found |= {*run_processes(2, over_a_narrow_wire, transport)}
     assert len(found) == 1
+
+
+def to_float32(value: Fraction) -> float:
+    """Round to nearest, and to even."""
+    near = torch.tensor(float(value), dtype=torch.float32)
+    around = [near, *(torch.nextafter(near, torch.tensor(end)) for end in (-math.inf, math.inf))]
+    return min(
+        (abs(Fraction(float(each)) - value), int(each.view(torch.int32)) & 1, float(each)) for each in around
+    )[2]
+
+
+def spread(seed: int, size: int) -> list[list[int]]:
+    """Draw which micro-batches each rank does."""
+    drawn, found = random.Random(seed), [list[int]() for _ in range(size)]
+    for number in drawn.sample(range(sums.MICRO_BATCHES), drawn.randint(1, sums.MICRO_BATCHES)):
+        found[drawn.randrange(size)].append(number)
+    return found
+
+
+def test_thirty_distributions() -> None:
+    """Gradients are the exact weighted means of those that one process of plain torch computes, rounded once."""
+    spreads = [spread(seed, 2 + seed % 2) for seed in range(30)]
+
+    def rank(ranks: Collectives, seed: int) -> list[torch.Tensor]:
+        way = (ranks.size, "FULL_SHARD", "blocks", True, "threads", "any", False)
+        model = sums.wrapped(ranks, way)
+        for number in spreads[seed][ranks.rank]:
+            with model.accumulate(weight=number + 1):
+                torch.autograd.backward(sums.loss(model, seed, number)[0])
+        model.reduce_gradients()
+        with FSDP.summon_full_params(model, with_grads=True):
+            return [
+                parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
+            ]
+
+    plain = sums.build()
+    for seed, mine in enumerate(spreads):
+        exact: list[Fraction] = []
+        for number in [number for numbers in mine for number in numbers]:
+            gradients = torch.autograd.grad(sums.loss(plain, seed, number)[0], [*plain.parameters()])
+            flat = torch.cat([gradient.flatten() for gradient in gradients]).tolist()
+            exact = [
+                a + (number + 1) * Fraction(b)
+                for a, b in zip(exact or [Fraction(0)] * len(flat), flat, strict=True)
+            ]
+        total = sum(number + 1 for numbers in mine for number in numbers)
+        wanted = [to_float32(value / total) for value in exact]
+        for found in run_threads(len(mine), rank, seed):
+            assert torch.cat(found).tolist() == wanted, seed
