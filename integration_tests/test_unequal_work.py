@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import flatparam_sums
 from flatparam import (
     BackwardPrefetch,
     CPUOffload,
@@ -152,6 +153,28 @@ def test_fully_shard(frees: bool) -> None:
 
     for found in run_threads(2, rank):
         torch.testing.assert_close(found, one_process(), rtol=1e-9, atol=1e-12)
+
+
+class Accumulating(nn.Linear):
+    """Has a method of its own of a name that `fully_shard` brings along."""
+
+    def accumulate(self, x: Tensor) -> Tensor:
+        return self(x) + 1
+
+
+def test_a_method_of_the_users() -> None:
+    """A class that has a method `accumulate` keeps it; the function of the add-on does the rest."""
+
+    def rank(ranks: Collectives) -> None:
+        model = fully_shard(Accumulating(2, 2), mesh=ranks)
+        x = torch.ones(1, 2)
+        assert torch.equal(model.accumulate(x), model(x) + 1)
+        with flatparam_sums.accumulate(model, weight=3):
+            model.accumulate(x).sum().backward()
+        flatparam_sums.reduce_gradients(model)
+        assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+    run_threads(2, rank)
 
 
 def over(ranks: Collectives, transport: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -335,6 +336,9 @@ _CLASSES: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
 """For each class, the one of its modules that are sharded in place."""
 
 
+_OWN = ("accumulate", "reduce_gradients", "uneven_inputs")
+
+
 def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> type[nn.Module]:
     """Return the class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
     found = _CLASSES.get((original, base))
@@ -344,6 +348,8 @@ def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) ->
             "__module__": original.__module__,
             "__doc__": original.__doc__,
             **initialisers_of(original),
+            # These names are not FSDP2's: a class of the user's that has one keeps it.
+            **{name: getattr_static(original, name) for name in _OWN if hasattr(original, name)},
         }
         found = cast("type[nn.Module]", type(f"FSDP{original.__name__}", (base, original), content))
         _CLASSES[original, base] = found
