@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,26 @@ def trainer(*arguments: object, run: tuple[str, ...] = OURS, ranks: int = 2) -> 
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     output = output_of(*launch, *run, PROGRAMS / "on_cpu.py", PROGRAMS / "trainer.py", *arguments)
     return losses_in(output, run)
+
+
+def test_unequal_work() -> None:
+    """What accelerate has prepared takes micro-batches of any number and size on each rank: two ranks train as one does."""
+    norms = []
+    for ranks in (1, 2):
+        launch = (
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            FSDP_YAML,
+            "--num_processes",
+            str(ranks),
+        )
+        output = output_of(*launch, *OURS, PROGRAMS / "on_cpu.py", PROGRAMS / "unequal.py")
+        norms.append(
+            [float(line.split()[1]) for line in output.splitlines() if re.fullmatch(r"\d [\d.]+", line)]
+        )
+    assert len(norms[0]) == 3
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
