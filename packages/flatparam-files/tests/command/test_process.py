@@ -1,6 +1,7 @@
 """The command as a process: what scripts see."""
 
 import fcntl
+import gc
 import os
 import signal
 import struct
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from flatparam_files import FORMATS, open_source, write_dcp, write_hugging_face
+from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.command import ckpt_arguments, ckpt_commands
+from flatparam_files.disk.system import ByteFile
 
 from .calling import entries, make_all
 from .sparse import infos, sparse_run
@@ -80,6 +83,17 @@ def test_interrupted(kind: str, sent: signal.Signals, tmp_path: Path) -> None:
     assert said in err
     assert "Traceback" not in err
     assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", [ByteFile, DirectoryLock])
+def test_interrupted_before_the_constructor(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object whose constructor has not begun goes without a traceback on stderr."""
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    made = object.__new__(kind)
+    del made
+    gc.collect()
+    assert told == []
 
 
 def test_interrupted_while_torch_is_imported(tmp_path: Path) -> None:

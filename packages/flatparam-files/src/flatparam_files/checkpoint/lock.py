@@ -41,7 +41,9 @@ class DirectoryLock:
         _LOCKS.add(self)
 
     def __del__(self) -> None:
-        self.forget()
+        # An interrupt may come before the first line of the constructor.
+        if hasattr(self, "_descriptor"):
+            self.forget()
 
     @property
     def is_held(self) -> bool:

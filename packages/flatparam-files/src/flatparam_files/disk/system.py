@@ -240,7 +240,9 @@ class ByteFile:
         return self
 
     def __del__(self) -> None:
-        self.close()
+        # An interrupt may come before the first line of the constructor.
+        if hasattr(self, "_descriptor"):
+            self.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()

@@ -38,7 +38,9 @@ class Block:
             self.number = -1
 
     def __del__(self) -> None:
-        self.end()
+        # An interrupt may come before the last line of the constructor.
+        if hasattr(self, "number"):
+            self.end()
 
 
 @final
