@@ -28,7 +28,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-comm": Budget(5_905, 5_500),
     "flatparam-runtime": Budget(6_835, 5_500),
     "flatparam-state": Budget(5_200, 4_700),
-    "flatparam": Budget(7_050, 6_000),
+    "flatparam": Budget(7_060, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
     "flatparam-checkpoint": Budget(3_250, 8_000),
@@ -46,7 +46,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(374, 350),
     "files under 100 lines": Budget(107, 110),
-    "lines": Budget(66_535, 52_000),
+    "lines": Budget(66_550, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

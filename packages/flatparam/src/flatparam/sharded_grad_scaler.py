@@ -127,12 +127,20 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return value._make(items)
         return type(value)(items) if isinstance(value, (list, tuple)) else items
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return torch's scale and its tracker; a rank that has had no loss to scale has them, too."""
-        if self._scale is None:
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and find out on which ranks one is not finite; every rank calls it."""
+        self._take_part(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer, unless a gradient of any rank is not finite; every rank calls it."""
+        self._take_part(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def _take_part(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin on a rank that has had no loss to scale, and has its part of the other ranks' gradients."""
+        if self._enabled and self._scale is None and next(gradients_of(optimizer), None) is not None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        found: tuple[Tensor, Tensor] = super()._check_scale_growth_tracker(funcname)
-        return found
 
     def _unscale_grads_(
         self,
