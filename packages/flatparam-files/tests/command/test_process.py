@@ -152,6 +152,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     cases: list[tuple[tuple[str, ...], str, bool]] = [
         ((), "", True),
         (("--no-progress",), "", False),
+        (("--quiet",), "", False),
         ((), "0", False),
     ]
     for number, (extra, switch, shown) in enumerate(cases):

@@ -88,8 +88,9 @@ class ExactSums:
         hooks = reducer.hooks
         if not reducer.sums_copies or hooks.reduce is not None or hooks.all_reduce is not None:
             raise FlatParamError(
-                f"rank {reducer.topology.rank}: expected reduction='exact' without a hook in the place of a reduction, "
-                "and without set_requires_all_reduce(False); leave these out, or take the default reduction"
+                f"rank {reducer.topology.rank}: expected reduction='exact' or wire='bf16' without a hook in "
+                "the place of a reduction, and without set_requires_all_reduce(False); leave these out, or take the "
+                "default reduction"
             )
         takes_parts = self.wire is None and hasattr(reducer.topology.shard, "swap")
         return Averaging(in_parts=takes_parts and reducer.takes_parts(handles))
@@ -126,8 +127,8 @@ class ExactSums:
         if not any(held.arrived):
             del self._collected[handle]
 
-    def width(self, several: bool) -> int:
-        """Return how many float64 tensors this rank's sums take; 0 if each is one gradient.
+    def widen(self, several: bool) -> int:
+        """Have sums in float64, if there are several; return how many tensors each takes, 0 if it is one gradient.
 
         Args:
             several: whether this rank has had more than one micro-batch.
@@ -214,7 +215,8 @@ class ExactSums:
         """
         if norm_type != 2.0:
             raise ValueError(
-                f"expected norm_type 2.0 or inf, of which reduction='exact' makes the exact norm, found {norm_type!r}"
+                "expected norm_type 2.0 or inf, of which reduction='exact' and wire='bf16' make the exact norm, found "
+                f"{norm_type!r}"
             )
         parts = [_squares(whole)]
         for group, gradients in sharded.items():

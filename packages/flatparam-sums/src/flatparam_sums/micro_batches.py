@@ -80,7 +80,7 @@ class _Accumulation:
             has_ended: whether this rank's have.
         """
         weighing, exact, topology = self.weighing, self.exact, self.tree.root.topology
-        widths = max((each.width(len(weighing.weights) > 1) for each in exact), default=0)
+        widths = max((each.widen(len(weighing.weights) > 1) for each in exact), default=0)
         if weighing.weights and not self.is_weighted:
             # Every rank has had as many.
             total = math.fsum(weighing.weights) * topology.data_parallel_size
@@ -176,7 +176,7 @@ def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Itera
         if exact and weight is not None and (weight != int(weight) or weight >= MOST):
             raise ValueError(
                 f"{state.who}: expected a whole number below 2**40 as weight, whose sum over ranks is exact, as "
-                f"reduction='exact' has it, found {weight!r}"
+                f"reduction='exact' and wire='bf16' have it, found {weight!r}"
             )
         state.is_inside = True
         try:

@@ -84,7 +84,7 @@ def told(weight: float, width: int) -> int:
 
     Args:
         weight: at least 0; a whole number below 2**50 if `width` is not 0.
-        width: see `ExactSums.width`.
+        width: see `ExactSums.widen`.
     """
     if width:
         # No float64 has these bits but those that are not a number, and negative ones have the sign.

@@ -159,7 +159,7 @@ def verify(chosen: argparse.Namespace) -> int:
         say_aside(error)
         return 1
     total = sum(info.nbytes for info in source.tensors.values())
-    with progress_bar("verify", total, chosen.bar) as observe:
+    with progress_bar("verify", total, False if chosen.quiet else chosen.bar) as observe:
         found = verify_source(source, observe)
     for problem in found.problems:
         say_aside(problem)
@@ -274,7 +274,7 @@ def _elements(first: Source, second: Source, chosen: argparse.Namespace) -> list
     ]
     found = []
     nbytes = sum(first.tensors[path].nbytes for path in common)
-    with progress_bar("diff", nbytes, chosen.bar) as observe:
+    with progress_bar("diff", nbytes, False if chosen.quiet else chosen.bar) as observe:
         for path in common:
             info, other_info = first.tensors[path], second.tensors[path]
             difference = _Difference(info, chosen.tolerance)
@@ -419,7 +419,7 @@ def _converted(source: Source, chosen: argparse.Namespace, write: Callable[..., 
             hint="choose a different place",
         )
     if not chosen.dry_run:
-        with progress_bar(chosen.destination.name, nbytes, chosen.bar) as observe:
+        with progress_bar(chosen.destination.name, nbytes, False if chosen.quiet else chosen.bar) as observe:
             write(watch(source, observe), chosen.destination)
     if not chosen.quiet:
         verb = "would write" if chosen.dry_run else "wrote"

@@ -102,6 +102,7 @@ class UnitPlan:
         broadcast_buffers: start each training forward of the root with rank 0's buffers.
         nonfinite: what follows if a gradient is infinite or not a number, on any rank: `"raise"` an error on every
             rank, `"skip"` the optimizer's step on every rank, or `"ignore"` it. The strictest unit of a tree decides.
+        sums: how gradients are summed; `None`: by the backend.
     """
 
     topology: Topology
