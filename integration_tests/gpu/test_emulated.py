@@ -42,6 +42,14 @@ def computed(ranks: Collectives, plan: Plan) -> dict[str, object]:
             whole = shard.clone()
             group.all_reduce(whole, op=op).wait()
             outputs[op.name] = [output.tolist(), whole.tolist()]
+        exchanged = torch.zeros(RANKS * len(SHARD), device=device)
+        own_sizes = [len(SHARD)] * RANKS
+        group.all_to_all(exchanged, full, output_numels=own_sizes, given_numels=own_sizes).wait()
+        unequal = torch.zeros(RANKS * len(SHARD), device=device)
+        numels = [len(SHARD), *range(1, RANKS)]
+        given = torch.arange(1.0, 1 + sum(numels), device=device)
+        group.all_to_all(unequal, given, output_numels=own_sizes, given_numels=numels).wait()
+        outputs["exchanged"] = [exchanged.tolist(), unequal.tolist()]
         full.zero_()
         own = full[: len(SHARD)].copy_(shard)
         group.all_gather(full, own).wait()
@@ -52,7 +60,7 @@ def computed(ranks: Collectives, plan: Plan) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", ["cpu", "simulated"])
 def test_everybody_has_the_data_of_the_first(kind: str) -> None:
-    """A gather is the shard eight times, a sum eight times the values, a maximum the values; and bytes are counted."""
+    """A gather and an exchange are the shard eight times, a sum is eight times the values; bytes are counted."""
     plan = Plan("cpu", 1)
     if kind == "simulated":
         if reason := build.why_not():
@@ -63,6 +71,7 @@ def test_everybody_has_the_data_of_the_first(kind: str) -> None:
     assert found["gathered"] == found["in place"] == SHARD * RANKS
     assert found["SUM"] == [times, times]
     assert found["MAX"] == [SHARD, SHARD]
+    assert found["exchanged"] == [SHARD * RANKS, SHARD * RANKS]
     assert found["sent"] == 4 * len(SHARD) * (RANKS - 1)
 
 

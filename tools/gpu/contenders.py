@@ -76,6 +76,12 @@ def keeping(ranks: int) -> dict[str, Contender]:
     }
 
 
+def exact(ranks: int) -> dict[str, Contender]:
+    """The one that adds gradients exactly."""
+    build = sharded_alone if ranks == 1 else ours
+    return {"flatparam, exact sums": Contender(partial(build, reduction="exact"))}
+
+
 def offloading(ranks: int) -> dict[str, Contender]:
     """Those whose shards, gradients and optimizer are on the host."""
     flat = sharded_alone if ranks == 1 else ours

@@ -103,6 +103,18 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._issue(reduce, (output, full), full.nbytes * (ranks - 1) / ranks, opts)
 
+    def _exchange(
+        self, output: Tensor, given: Tensor, sizes: list[int], given_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
+        # Each rank gives this one what this one would give itself.
+        ranks, rank = self.size(), self.rank()
+
+        def exchange() -> None:
+            parts = given.split(given_sizes) if given_sizes else given.view(ranks, -1).unbind()
+            output.view(ranks, -1).copy_(parts[rank].reshape(1, -1))
+
+        return self._issue(exchange, (output, given), given.nbytes * (ranks - 1) / ranks, opts)
+
     def _sum(self, tensors: Any, opts: Any = None) -> dist.Work:
         # As many times what it is, or what it is.
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -137,6 +149,8 @@ class EmulatedGroup(dist.ProcessGroup):
     _reduce_scatter_base: Any = _reduce_scatter
     all_gather_single: Any = _gather
     reduce_scatter_single: Any = _reduce_scatter
+    alltoall_base: Any = _exchange
+    all_to_all_single: Any = _exchange
     allreduce: Any = _sum
     allgather: Any = _gather_list
     broadcast: Any = _broadcast

@@ -14,7 +14,7 @@ from bench.contenders import Contender
 from bench.training import Training, floor
 from bench.workloads import Workload
 
-from .contenders import Step, attempt, full_step, offloading, passes, sharding, summing, with_kept
+from .contenders import Step, attempt, exact, full_step, offloading, passes, sharding, summing, with_kept
 from .emulated import RANKS
 from .facts import Facts
 from .host import waits_in
@@ -36,7 +36,7 @@ def measure(place: Place, size: Size, ratio: float | None, profile: str) -> dict
     rate = None if ratio is None else set_link(place, size, alone, ratio)
     del plain
     ranks = place.group.size
-    chosen = with_kept(ranks) | summing() if ratio == 1.0 else sharding(ranks)
+    chosen = with_kept(ranks) | summing() | exact(ranks) if ratio == 1.0 else sharding(ranks)
     if ratio == 1.0 and not place.plan.on_cpu:
         chosen |= offloading(ranks)
     rows: dict[str, dict[str, Any]] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatparam_sums.expansions import Expansion, add_exactly, exact_sum, root_of, rounded, sum_exactly
+from flatparam_sums.weighing import MOST
 
 BITS = {torch.float32: (24, -149), torch.bfloat16: (8, -133), torch.float16: (11, -24)}
 """Of each dtype, the bits of a number, and the exponent of the smallest."""
@@ -43,7 +44,7 @@ def draw(seed: int, numel: int = 48) -> tuple[list[Tensor], list[int], int]:
         if rows and drawn.random() < 0.4:
             row = -rows[-1] * (1 + (torch.rand(numel) < 0.5).float() * 2**-22)
         rows.append(row)
-    weights = [drawn.choice([0, 1, 3, 7, 1000, 99991]) for _ in rows]
+    weights = [drawn.choice([0, 1, 3, 7, 1000, 99991, int(MOST) - 1]) for _ in rows]
     return rows, weights, drawn.choice([1, 2, 3, 7, 10, 4096, 299973])
 
 

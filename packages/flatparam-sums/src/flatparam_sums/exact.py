@@ -13,9 +13,9 @@ from flatparam_comm import Averaging, Collectives, FlatParamHandle, Pending, Red
 from flatparam_comm.collectives import Parts
 from flatparam_runtime import FlatParamError
 from flatparam_sums.expansions import (
-    BLOCK,
     Expansion,
     add_exactly,
+    block_of,
     exact_sum,
     root_of,
     rounded,
@@ -318,4 +318,4 @@ def _exchanged(
 def _squares(gradients: Sequence[Tensor]) -> int | float:
     """Return the exact sum of the squares of float32 and narrower numbers, whose squares are float64."""
     flat = (gradient.detach().reshape(-1) for gradient in gradients)
-    return exact_sum(block.double().square_() for each in flat for block in torch.split(each, BLOCK))
+    return exact_sum(block.double().square_() for each in flat for block in torch.split(each, block_of(each)))

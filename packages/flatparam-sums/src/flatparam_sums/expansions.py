@@ -19,9 +19,16 @@ Expansion: TypeAlias = list[Tensor]
 """1-D tensors of float64, of one length: the exact sum, element by element."""
 
 BLOCK: Final = 2**15
-"""Elements that are added at once, so that what is in between stays in a core's cache."""
+"""Elements that a CPU adds at once, so that what is in between stays in a core's cache."""
+DEVICE_BLOCK: Final = 2**21
+"""Elements that an accelerator adds at once; after each block the host reads whether anything was lost."""
 _SPLIT: Final = 2.0**27 + 1
 """T. J. Dekker's constant, which cuts a float64 into two halves."""
+
+
+def block_of(tensor: Tensor) -> int:
+    """Return how many elements of this tensor are added at once."""
+    return BLOCK if tensor.device.type == "cpu" else DEVICE_BLOCK
 
 
 def add_exactly(total: Expansion, numbers: Tensor, factor: float = 1.0) -> None:
@@ -33,17 +40,15 @@ def add_exactly(total: Expansion, numbers: Tensor, factor: float = 1.0) -> None:
         factor: the weight of the numbers.
     """
     if not total:
-        total.append(numbers.double() * factor if factor != 1.0 else numbers.to(torch.float64, copy=True))
+        total.append(_times(numbers, factor))
         return
-    for start in range(0, numbers.numel(), BLOCK):
-        block = slice(start, start + BLOCK)
-        carried = numbers[block].double()
-        if factor != 1.0:
-            carried = carried * factor
+    size = block_of(numbers)
+    for start in range(0, numbers.numel(), size):
+        block = slice(start, start + size)
+        carried = _times(numbers[block], factor)
         first = total[0][block]
         added = first + carried
-        # Whichever of two numbers is the larger one, to subtract it from their sum is exact (T. J. Dekker).
-        if torch.equal(added - first, carried) and torch.equal(added - carried, first):
+        if bool(_kept(first, carried, added).all()):
             first.copy_(added)
             continue
         for tensor in total:
@@ -64,16 +69,47 @@ def sum_exactly(rows: Sequence[Tensor], factors: Sequence[float], divisor: float
     """
     # The sum of two numbers is rounded once by the processor; halving loses nothing then, not even of subnormals.
     is_pair = len(rows) == 2 and {*factors} == {1.0} and divisor == 2.0 and rows[0].dtype == output.dtype
-    for start in range(0, output.numel(), BLOCK):
-        block, total = slice(start, start + BLOCK), Expansion()
+    size = block_of(output)
+    for start in range(0, output.numel(), size):
+        parts, result = [row[start : start + size] for row in rows], output[start : start + size]
         if is_pair:
-            half = torch.add(rows[0][block], rows[1][block], out=output[block]).mul_(0.5).add_(0.0)
+            torch.add(*parts, out=result).mul_(0.5).add_(0.0)
             # The sum of large numbers may be infinite where its half is not.
-            if half.sum().isfinite():
+            if result.sum().isfinite():
                 continue
-        for row, factor in zip(rows, factors, strict=True):
-            add_exactly(total, row[block], factor)
-        output[block] = rounded(total, divisor, output.dtype)
+        total: Expansion = []
+        plain = _plain_sum(parts, factors)
+        if plain is not None:
+            total.append(plain)
+        else:
+            for part, factor in zip(parts, factors, strict=True):
+                add_exactly(total, part, factor)
+        result.copy_(rounded(total, divisor, output.dtype))
+
+
+def _plain_sum(rows: Sequence[Tensor], factors: Sequence[float]) -> Tensor | None:
+    """Return the sum in one float64, or None if that loses anything; an accelerator is waited for once."""
+    total, kept = _times(rows[0], factors[0]), None
+    for row, factor in zip(rows[1:], factors[1:], strict=True):
+        number = _times(row, factor)
+        added = total + number
+        is_kept = _kept(total, number, added)
+        kept = is_kept if kept is None else kept.logical_and_(is_kept)
+        total = added
+    return total if kept is None or bool(kept.all()) else None
+
+
+def _times(numbers: Tensor, factor: float) -> Tensor:
+    """Return the product in float64, a tensor of its own."""
+    return numbers.to(torch.float64, copy=True) if factor == 1.0 else numbers.double() * factor
+
+
+def _kept(first: Tensor, second: Tensor, added: Tensor) -> Tensor:
+    """Return of which elements the sum `added` has lost nothing.
+
+    Whichever of two numbers is the larger one, to subtract it from their sum is exact (T. J. Dekker).
+    """
+    return torch.eq(added - first, second).logical_and_(torch.eq(added - second, first))
 
 
 def _two_sum(total: Tensor, number: Tensor) -> Tensor:
@@ -184,11 +220,17 @@ def _sum_of_block(left: Tensor) -> int | float:
             # Near the smallest numbers all that is left are small multiples of the smallest.
             return total + sum(int(math.ldexp(each, 537) * 2.0**537) for each in left.tolist())
         # Dividing by a power of two is exact, and so are rounding, and subtracting what was rounded.
-        units = torch.ldexp(left, torch.tensor(-unit)).round_()
+        units = _times_power(left, -unit).round_()
         total += int(units.to(torch.int64).sum()) << (unit + 1074)
-        left -= torch.ldexp(units, torch.tensor(unit))
+        left -= _times_power(units, unit)
         largest = float(left.abs().max())
     return total
+
+
+def _times_power(numbers: Tensor, exponent: int) -> Tensor:
+    """Return `numbers * 2**exponent`, of which the factor may be no float64; `torch.ldexp` refuses that on CUDA."""
+    half = exponent // 2
+    return (numbers * 2.0**half).mul_(2.0 ** (exponent - half))
 
 
 def root_of(total: int | float) -> float:

@@ -175,7 +175,7 @@ def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Itera
         exact = state.exact
         if exact and weight is not None and (weight != int(weight) or weight >= MOST):
             raise ValueError(
-                f"{state.who}: expected a whole number below 2**40 as weight, whose sum over ranks is exact, as "
+                f"{state.who}: expected a whole number below 2**29 as weight, whose sum over ranks is exact, as "
                 f"reduction='exact' and wire='bf16' have it, found {weight!r}"
             )
         state.is_inside = True

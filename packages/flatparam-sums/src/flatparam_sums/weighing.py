@@ -16,8 +16,8 @@ from flatparam_runtime import FlatParamError
 _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
 """The dtypes in whose range sums of gradients times weights stay."""
 
-MOST: Final = 2.0**40
-"""The weight that a micro-batch stays below if sums are exact."""
+MOST: Final = 2.0**29
+"""The weight that a micro-batch stays below if sums are exact: so is its product with a float32, of 24 bits, then."""
 _WIDTHS: Final = 0x7FF << 2
 """The first bits of float64s that are not finite."""
 
