@@ -110,7 +110,7 @@ class EmulatedGroup(dist.ProcessGroup):
         ranks, rank = self.size(), self.rank()
 
         def exchange() -> None:
-            parts = given.split(given_sizes) if given_sizes else given.view(ranks, -1).unbind()
+            parts = torch.split(given, given_sizes) if given_sizes else given.view(ranks, -1).unbind()
             output.view(ranks, -1).copy_(parts[rank].reshape(1, -1))
 
         return self._issue(exchange, (output, given), given.nbytes * (ranks - 1) / ranks, opts)

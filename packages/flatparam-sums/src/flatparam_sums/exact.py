@@ -21,6 +21,8 @@ from flatparam_sums.expansions import (
     rounded,
     sum_exactly,
 )
+from flatparam_sums.residuals import Residuals
+from flatparam_sums.wire import Codec, Wire, WireGather, codec_of, encoded
 
 _LABEL: Final = "exact sum"
 
@@ -59,12 +61,12 @@ class ExactSums:
     Each rank gives every other one that rank's part of what it has: its gradient, if each rank has one micro-batch, and
     else the exact sum of its micro-batches, in float64. The owner adds these, and rounds once.
 
-    With a `wire`, each rank rounds the sum of its own micro-batches to that dtype, and gives that: fewer bytes, and a
+    With a `wire`, each rank rounds the sum of its own micro-batches to that format, and gives that: fewer bytes, and a
     result that depends on which rank did which micro-batch.
     """
 
-    wire: torch.dtype | None = None
-    """The dtype that each rank rounds its contribution to before it is sent; None sends it as it is."""
+    wire: Wire | None = None
+    """The formats in which contributions travel; None sends them as they are."""
     weight: float = 1.0
     """The weight of the micro-batch whose gradients are collected."""
     widths: int = 0
@@ -73,11 +75,27 @@ class ExactSums:
     """The weight of each rank's micro-batch, if gradients travel as they are; empty if all are 1."""
     total: float | None = None
     """The divisor of the sum; None is the number of ranks."""
+    residuals: Residuals = attrs.field(factory=Residuals)
     _collected: dict[FlatParamHandle, Collected] = attrs.field(factory=dict)
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of a model has collected nothing.
         return ExactSums, (self.wire,)
+
+    @property
+    def first(self) -> Codec | None:
+        """Return the codec in which contributions travel to the ranks that share a parameter."""
+        return None if self.wire is None else self.wire.first
+
+    @property
+    def second(self) -> Codec | None:
+        """Return the codec in which sums travel to the ranks that have copies of a shard."""
+        return None if self.wire is None else self.wire.second
+
+    @property
+    def held_residuals(self) -> Residuals | None:
+        """Return what rounding has lost, if that is to be kept."""
+        return self.residuals if self.wire is not None and self.wire.feeds_back else None
 
     def averaging(self, reducer: Reducer, handles: Sequence[FlatParamHandle]) -> Averaging:
         """Return the factors of collecting and reducing: none, since the sum is divided before it is rounded.
@@ -88,11 +106,11 @@ class ExactSums:
         hooks = reducer.hooks
         if not reducer.sums_copies or hooks.reduce is not None or hooks.all_reduce is not None:
             raise FlatParamError(
-                f"rank {reducer.topology.rank}: expected reduction='exact' or wire='bf16' without a hook in "
+                f"rank {reducer.topology.rank}: expected reduction='exact' or a wire without a hook in "
                 "the place of a reduction, and without set_requires_all_reduce(False); leave these out, or take the "
                 "default reduction"
             )
-        takes_parts = self.wire is None and hasattr(reducer.topology.shard, "swap")
+        takes_parts = self.first is None and hasattr(reducer.topology.shard, "swap")
         return Averaging(in_parts=takes_parts and reducer.takes_parts(handles))
 
     # What micro-batches have contributed
@@ -133,7 +151,7 @@ class ExactSums:
         Args:
             several: whether this rank has had more than one micro-batch.
         """
-        if not several or self.wire is not None:
+        if not several or self.first is not None:
             return 0
         for held in self._collected.values():
             held.widen()
@@ -177,13 +195,14 @@ class ExactSums:
             held.add(gradients.complete(), self.weight, bytearray(gradients.deposited))
             widths = max(reducer.topology.exchange(len(held.total), label=_LABEL))
         given = [held.first]
-        if self.wire is not None:
+        codec = self.first if shard.size > 1 else None
+        if codec is not None:
             held.widen()
-            given = [rounded(held.total, 1.0, self.wire)]
-        elif widths:
+            given = [self._encoded(codec, handle, held, divisor)]
+        elif widths or (self.second is not None and shard.size == 1):
             held.widen()
             given = [*held.total, *(torch.zeros_like(held.total[0]) for _ in range(widths - len(held.total)))]
-        if handle.layout.is_chunked:
+        if handle.layout.is_chunked and codec is None:
             given = [handle.layout.chunks.joined(tensor) for tensor in given]
         gradients.deposited[:] = bytes(held.arrived)
         numel = given[0].numel() if shard.size == 1 else handle.layout.shard_numels[handle.rank]
@@ -193,8 +212,28 @@ class ExactSums:
         # On every rank alike, whatever it has itself.
         is_expanded = bool(widths or self.weights or self.wire)
         return output, _ExactSum(
-            reducer, handle, given, factors, divisor, output, label, is_expanded=is_expanded
+            reducer,
+            handle,
+            given,
+            factors,
+            divisor,
+            output,
+            label,
+            is_expanded=is_expanded,
+            codec=codec,
+            sums=self,
         )
+
+    def _encoded(self, codec: Codec, handle: FlatParamHandle, held: Collected, divisor: float) -> Tensor:
+        """Return the bytes that this rank gives, its parts in the order of ranks."""
+        layout, numels = handle.layout, [*handle.layout.shard_numels]
+        residuals = self.held_residuals
+        if residuals is not None:
+            return residuals.encoded(
+                codec, handle, rounded(held.total, 1.0, torch.float32), divisor, held.arrived
+            )
+        values = rounded(held.total, 1.0, codec.dtype)
+        return encoded(codec, layout.chunks.joined(values) if layout.is_chunked else values, numels)
 
     def norm(
         self,
@@ -215,7 +254,7 @@ class ExactSums:
         """
         if norm_type != 2.0:
             raise ValueError(
-                "expected norm_type 2.0 or inf, of which reduction='exact' and wire='bf16' make the exact norm, found "
+                "expected norm_type 2.0 or inf, of which reduction='exact' and a wire make the exact norm, found "
                 f"{norm_type!r}"
             )
         parts = [_squares(whole)]
@@ -239,7 +278,10 @@ class _ExactSum:
         label: str,
         *,
         is_expanded: bool,
+        codec: Codec | None = None,
+        sums: ExactSums | None = None,
     ) -> None:
+        self._codec, self._sums, self._handle = codec, sums, handle
         self._replicate, self._label = reducer.topology.replicate, label
         self._factors, self._divisor, self._output = factors, divisor, output
         self._is_over, self._pending = False, list[Pending]()
@@ -249,7 +291,9 @@ class _ExactSum:
         if shard.size == 1:
             self._received = [tensor for tensor in given if isinstance(tensor, Tensor)]
             return
-        numels, own = handle.layout.shard_numels, output.numel()
+        numels, own = [*handle.layout.shard_numels], output.numel()
+        if codec is not None:
+            numels, own = [codec.nbytes(numel) for numel in numels], codec.nbytes(own)
         self._received, self._pending = _exchanged(shard, given, numels, own, label)
 
     def done(self) -> bool:
@@ -264,6 +308,8 @@ class _ExactSum:
         for pending in self._pending:
             pending.wait()
         rows = [row for received in self._received for row in received.view(self._size, -1).unbind()]
+        if self._codec is not None and self._output.numel():
+            rows = [self._codec.decode(row, self._output.numel()) for row in rows]
         factors = [*self._factors] * len(self._received)
         if self._replicate is None or self._replicate.size == 1:
             sum_exactly(rows, factors, self._divisor, self._output)
@@ -276,22 +322,37 @@ class _ExactSum:
     ) -> None:
         """Add over the copies, too: each rank a part, which it then gives to the others."""
         numel, size = self._output.numel(), replicate.size
+        part = -(-numel // size)
+        numels = [max(0, min(part, numel - rank * part)) for rank in range(size)]
         given: Sequence[Tensor] = rows
-        if self._is_expanded or len(rows) > 1:
-            total: Expansion = []
+        codec = None if self._sums is None else self._sums.second
+        if codec is not None and self._sums is not None:
+            total = Expansion()
+            for row, factor in zip(rows, factors, strict=True):
+                add_exactly(total, row, factor)
+            residuals = self._sums.held_residuals
+            if residuals is None:
+                given = [encoded(codec, rounded(total, 1.0, codec.dtype), numels)]
+            else:
+                values = rounded(total, 1.0, torch.float32)
+                given = [residuals.encoded_sum(codec, self._handle, values, self._divisor, numels)]
+        elif self._is_expanded or len(rows) > 1:
+            total = Expansion()
             for row, factor in zip(rows, factors, strict=True):
                 add_exactly(total, row, factor)
             # The ranks may need different numbers of tensors.
             most = max(replicate.exchange(len(total), label=_LABEL))
             given = [*total, *(torch.zeros_like(total[0]) for _ in range(most - len(total)))]
-        part = -(-numel // size)
-        numels = [max(0, min(part, numel - rank * part)) for rank in range(size)]
-        received, pendings = _exchanged(replicate, given, numels, numels[replicate.rank], self._label)
+        own = numels[replicate.rank]
+        sizes = numels if codec is None else [codec.nbytes(each) for each in numels]
+        received, pendings = _exchanged(replicate, given, sizes, sizes[replicate.rank], self._label)
         for pending in pendings:
             pending.wait()
         mine = torch.zeros(part, dtype=self._output.dtype, device=self._output.device)
         parts = [row for each in received for row in each.view(size, -1).unbind()]
-        sum_exactly(parts, [1.0] * len(parts), self._divisor, mine[: numels[replicate.rank]])
+        if codec is not None and own:
+            parts = [codec.decode(each, own) for each in parts]
+        sum_exactly(parts, [1.0] * len(parts), self._divisor, mine[:own])
         gathered = mine.new_empty(part * size)
         replicate.all_gather(gathered, mine, label=self._label).wait()
         self._output.copy_(gathered[:numel])
@@ -319,3 +380,32 @@ def _squares(gradients: Sequence[Tensor]) -> int | float:
     """Return the exact sum of the squares of float32 and narrower numbers, whose squares are float64."""
     flat = (gradient.detach().reshape(-1) for gradient in gradients)
     return exact_sum(block.double().square_() for each in flat for block in torch.split(each, block_of(each)))
+
+
+def carriage(reduction: object, wire: object) -> dict[str, object]:
+    """Return the fields of a `UnitPlan` that have gradients summed and parameters gathered in this way.
+
+    Args:
+        reduction: "default" or "exact".
+        wire: "default", "bf16" (which is `Wire(reduce="bf16")`), or a `Wire`. Whatever travels in a format is added
+            exactly.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if reduction not in ("default", "exact"):
+        raise ValueError(f"expected reduction to be 'default' or 'exact', found {reduction!r}")
+    if wire == "bf16":
+        wire = Wire(reduce="bf16")
+    if wire in ("default", "fp32"):
+        wire = None
+    if wire is not None and not isinstance(wire, Wire):
+        raise ValueError(
+            f"expected wire to be 'default', 'bf16', 'fp32' or a flatparam_sums.Wire, found {wire!r}"
+        )
+    fields: dict[str, object] = {}
+    if reduction == "exact" or (wire is not None and (wire.first or wire.second)):
+        fields["sums"] = ExactSums(wire)
+    if wire is not None and wire.gather is not None:
+        fields["gathers"] = WireGather(codec_of(wire.gather))
+    return fields

@@ -35,7 +35,7 @@ from flatparam.api import (
 )
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction, Wire
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction
 from flatparam.resolving.settings import (
     Resolved,
     ResolvedTree,
@@ -117,7 +117,8 @@ class FullyShardedDataParallel(nn.Module):
             step on every rank (`skipped_steps` counts); `"ignore"` it, as FSDP1 does. Not in FSDP1.
         reduction: `"exact"` adds gradients without an error and rounds once, so that neither the number of ranks nor
             the ranks of micro-batches matter (`docs/guides/same-bits.md`). Not in FSDP1.
-        wire: `"bf16"` rounds what a rank sends for a gradient to bfloat16, and adds exactly. Not in FSDP1.
+        wire: `"bf16"` rounds what a rank sends for a gradient to bfloat16, and adds exactly; `"fp32"` reduces in
+            float32; a `flatparam_sums.Wire` has formats for each way. Not in FSDP1.
         layout: what of each parameter stays on one rank: `flatparam.layout.by(...)`,
             `flatparam.layout.for_optimizer(...)`, or a function of name and parameter; by default each rank's part
             begins and ends anywhere. Names are those below `module`; see `docs/layouts.md`. Not in FSDP1.
@@ -157,7 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         clean_names: bool = False,
         nonfinite: Nonfinite = "ignore",
         reduction: Reduction = "default",
-        wire: Wire = "default",
+        wire: Any = "default",
         layout: LayoutPolicy | RuleFunction | None = None,
     ) -> None:
         """Wrap `module` in place; every rank calls it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import attrs
 from torch import Tensor
@@ -13,9 +13,18 @@ from torch import Tensor
 from flatparam_comm.collectives import Collectives, Pending
 from flatparam_comm.transfer.streams import Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_uneven
-from flatparam_core import FlatParamHandle, Residency
+from flatparam_core import FlatLayout, FlatParamHandle, Residency
 
 _IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
+
+
+class TakesFewerBytes(Protocol):
+    """A way to gather shards in a format of fewer bytes; an add-on has one."""
+
+    def gather(
+        self, group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, label: str, hook: object
+    ) -> Pending | None:
+        """Issue the gather of `full`, of which `layout` says the shards; None if it is better done as usual."""
 
 
 @final
@@ -30,6 +39,8 @@ class Gather:
     handles: Sequence[FlatParamHandle]
     stamp: int = 0
     """The sum of the handles' stamps when it was issued: a different sum later means that the shards have changed."""
+    is_rounded: bool = False
+    """Whether a wire may have rounded the full parameters."""
     _pending: list[Pending | Mark] = attrs.field(factory=list)
 
     @classmethod
@@ -43,6 +54,7 @@ class Gather:
         copied: bool = False,
         take_over: bool = True,
         hook: Callable[[Tensor, Tensor], None] | None = None,
+        wire: TakesFewerBytes | None = None,
     ) -> Gather:
         """Issue one all-gather for each of `handles`, which are sharded over `group`.
 
@@ -53,11 +65,12 @@ class Gather:
             copied: gather into memory of their own, even if nothing is sharded.
             take_over: check whether the user has given a parameter different data; see `FlatParamHandle.taken_over`.
             hook: called with `(shard, full)` instead of the all-gather.
+            wire: gathers in fewer bytes, if it can.
 
         Raises:
             CollectiveError: if a collective cannot be issued. Those before it are then waited for; nothing is kept.
         """
-        gather = cls(handles)
+        gather = cls(handles, is_rounded=wire is not None)
         options = {"full_precision": full_precision, "copied": copied}
         try:
             # On an accelerator, shards are copied beside the computation. The memory that they are copied to is
@@ -66,11 +79,11 @@ class Gather:
             moves = beside.runs_ahead or any(map(_IS_OFFLOADED, handles))
             if moves and any([handle.reserve(**options) for handle in handles]):
                 with beside.uploading() as copies:
-                    gather._issue(group, label, hook, take_over=take_over, **options)
+                    gather._issue(group, label, hook, wire, take_over=take_over, **options)
                 if copies.end is not None:
                     gather._pending.append(copies.end)
             else:
-                gather._issue(group, label, hook, take_over=take_over, **options)
+                gather._issue(group, label, hook, wire, take_over=take_over, **options)
         except BaseException:
             gather._abandon()
             raise
@@ -83,6 +96,7 @@ class Gather:
         group: Collectives,
         label: str,
         hook: Callable[[Tensor, Tensor], None] | None,
+        wire: TakesFewerBytes | None,
         *,
         take_over: bool,
         full_precision: bool,
@@ -92,11 +106,15 @@ class Gather:
             full, shard = handle.begin_unshard(
                 full_precision=full_precision, take_over=take_over, copied=copied
             )
-            if hook is not None:
+            layout = handle.forms.layout
+            pending = None if wire is None else wire.gather(group, layout, full, shard, label, hook)
+            if pending is not None:
+                self._pending.append(pending)
+            elif hook is not None:
                 check_even(handle.layout, "the hook in the place of the all-gather")
                 hook(shard, full)
-            elif handle.forms.layout.uneven_numels:
-                self._pending.append(gather_uneven(group, handle.layout, full, shard, label=label))
+            elif layout.uneven_numels:
+                self._pending.append(gather_uneven(group, layout, full, shard, label=label))
             else:
                 self._pending.append(group.all_gather(full, shard, label=label))
 

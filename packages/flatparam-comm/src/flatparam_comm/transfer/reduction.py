@@ -7,7 +7,7 @@ import copy
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import attrs
 import torch
@@ -131,6 +131,10 @@ def split_divisor(factor: float, ranks: int) -> tuple[float, float]:
     return before, factor / before
 
 
+def _if_it_takes_parts(shard: Collectives) -> TakesParts | None:
+    return shard if shard.size > 1 and takes_parts(shard) else None
+
+
 _GRADIENTS: Final = operator.attrgetter("gradients")
 
 PART_NBYTES: Final = Threshold(
@@ -196,43 +200,22 @@ class Reducer:
     """Flat parameters trained since the last reduction, by passes that did not reduce, or until they were frozen."""
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
-    _ranks: int = attrs.field()
-    _of_parts: TakesParts | None = attrs.field()
+    _ranks: int = attrs.field(
+        default=attrs.Factory(lambda it: it.topology.data_parallel_size, takes_self=True)
+    )
+    _of_parts: TakesParts | None = attrs.field(
+        default=attrs.Factory(lambda it: _if_it_takes_parts(it.topology.shard), takes_self=True)
+    )
     """The shard group, if it can sum gradients from where autograd leaves them."""
-    _is_sharded: bool = attrs.field()
-    """Whether a flat parameter is on several ranks, so that the first sum is over these."""
     _averaged_of: tuple[object, ...] = ()
     """The settings and gradients that `_averaging` is of."""
     _averaging: Averaging = attrs.field(factory=Averaging)
 
-    @_ranks.default
-    def _count_ranks(self) -> int:
-        return self.topology.data_parallel_size
-
-    @_of_parts.default
-    def _ask_for_parts(self) -> TakesParts | None:
-        shard = self.topology.shard
-        return shard if shard.size > 1 and takes_parts(shard) else None
-
-    @_is_sharded.default
-    def _count_shards(self) -> bool:
-        return self.topology.shard.size > 1
-
     def copy(self) -> Reducer:
         """Return the same settings, with no gradients that wait."""
-        hooks = attrs.evolve(self.hooks)
         # The groups are not asked again: they may have been destroyed.
-        return Reducer(
-            self.topology,
-            self.synchronises,
-            self.sums_copies,
-            self.divide_factor,
-            hooks,
-            copy.copy(self.sums),
-            ranks=self._ranks,
-            of_parts=self._of_parts,
-            is_sharded=self._is_sharded,
-        )
+        fresh: dict[str, Any] = {"unsynced": set(), "partial": {}, "averaged_of": (), "weighing": None}
+        return attrs.evolve(self, hooks=attrs.evolve(self.hooks), sums=copy.copy(self.sums), **fresh)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Reducer:
         # A copy of a model works over the same ranks.
@@ -344,7 +327,7 @@ class Reducer:
             return False
         if self.hooks.all_reduce is not None:
             self.hooks.all_reduce(part.output, part.output)
-        elif self.hooks.reduce is None or self._is_sharded:
+        elif self.hooks.reduce is None or self.topology.shard.size > 1:
             part.pending = replicate.all_reduce(part.output, label=label)
         return True
 

@@ -168,10 +168,7 @@ class Unit:
     @property
     def unsharded_nbytes(self) -> int:
         """The bytes of the full parameters."""
-        nbytes = 0
-        for handle in self.handles:
-            nbytes += handle.forms.current.buffer.nbytes
-        return nbytes
+        return sum(handle.forms.current.buffer.nbytes for handle in self.handles)
 
     def move(self, phase: Phase) -> None:
         """Take a step of the phase table."""
@@ -205,10 +202,9 @@ class Unit:
             copied=copied,
             take_over=self.plan.notices_replacement,
             hook=self.reducer.hooks.all_gather,
+            wire=None if full_precision else self.plan.gathers,
         )
-        for handle in self.handles:
-            if handle.taken_over:
-                self._tell_taken_over()
+        self._tell_taken_over()
 
     def _tell_taken_over(self) -> None:
         for handle in self.handles:
@@ -283,7 +279,9 @@ class Unit:
         """
         if self.gather is None:
             return
-        fit = all(handle.computes_in(full_precision=full_precision) for handle in self.handles)
+        fit = self.gather.is_rounded is (self.plan.gathers is not None and not full_precision) and all(
+            handle.computes_in(full_precision=full_precision) for handle in self.handles
+        )
         if (not fit or (stale and self.is_stale)) and not self.is_needed:
             self.reshard()
 

@@ -15,7 +15,7 @@ from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
 from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, Wire, sums_of
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, carriage_of
 from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.make_unit import shard_resolved
@@ -112,7 +112,7 @@ class _Settings(TypedDict, total=False):
     dp_mesh_dims: object
     nonfinite: Nonfinite
     reduction: Reduction
-    wire: Wire
+    wire: Any
     layout: LayoutPolicy | RuleFunction | None
     values_later: bool
 
@@ -137,7 +137,7 @@ def fully_shard(
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
-    wire: Wire = "default",
+    wire: Any = "default",
     layout: LayoutPolicy | RuleFunction | None = None,
     values_later: bool = False,
 ) -> Any:
@@ -269,7 +269,7 @@ def resolve_in_place(
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
-    wire: Wire = "default",
+    wire: Any = "default",
     layout: Any = None,
     values_later: bool = False,
 ) -> Resolved:
@@ -292,12 +292,11 @@ def resolve_in_place(
         topology,
         **freeing(reshard_after_forward, topology),
         overlaps_reductions=None,
-        precision=Precision(precision.param_dtype, precision.reduce_dtype),
         casting=_casting(precision),
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
         nonfinite=nonfinite,
-        sums=sums_of(reduction, wire),
+        **carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

@@ -16,7 +16,7 @@ from flatparam.addons import TRACE_FOLDER, load
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, WrapFunction, _Policy
-from flatparam_comm import Collectives, Topology
+from flatparam_comm import Collectives, Precision, Topology
 from flatparam_runtime import Nonfinite, warn_caller
 
 __all__ = ["DeviceMesh", "Environment", "ProcessGroup", "Ranks"]
@@ -41,7 +41,6 @@ Ranks: TypeAlias = (
 Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction
 """A policy: it chooses the submodules that become units."""
 Reduction: TypeAlias = Literal["default", "exact"]
-Wire: TypeAlias = Literal["default", "bf16"]
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""
 
@@ -70,7 +69,7 @@ class Arguments:
     clean_names: bool = False
     nonfinite: Nonfinite = "ignore"
     reduction: Reduction = "default"
-    wire: Wire = "default"
+    wire: Any = "default"
     layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
@@ -127,18 +126,14 @@ def _is_on(name: str) -> bool:
     return on
 
 
-def sums_of(reduction: Reduction, wire: Wire) -> Any:
-    """Return how gradients are summed: `None` by the backend, and else what an add-on has.
+def carriage_of(precision: Precision, reduction: Reduction, wire: Any) -> dict[str, Any]:
+    """Return the fields of a plan that say in which dtypes, and how, parameters and gradients travel.
 
     Raises:
-        ValueError: for a word that is not known.
+        ValueError: naming the argument.
     """
-    for name, found, known in (
-        ("reduction", reduction, ("default", "exact")),
-        ("wire", wire, ("default", "bf16")),
-    ):
-        if found not in known:
-            raise ValueError(f"expected {name} to be {known[0]!r} or {known[1]!r}, found {found!r}")
-    if reduction == wire == "default":
-        return None
-    return load("flatparam_sums").ExactSums(None if wire == "default" else torch.bfloat16)
+    if isinstance(wire, str) and wire == "fp32":
+        precision, wire = attrs.evolve(precision, reduce_dtype=torch.float32), "default"
+    if isinstance(wire, str) and reduction == wire == "default":
+        return {"precision": precision}
+    return {"precision": precision, **load("flatparam_sums").carriage(reduction, wire)}

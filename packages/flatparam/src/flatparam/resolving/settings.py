@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.compat import as_config, as_enum
-from flatparam.resolving.arguments import Arguments, Environment, sums_of
+from flatparam.resolving.arguments import Arguments, Environment, carriage_of
 from flatparam.resolving.groups import resolve_groups
 from flatparam.resolving.parameters import (
     Ignored,
@@ -186,7 +186,6 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         overlaps_reductions=None,
         free_after_unsynced_backward=_FREES_EARLY[strategy],
         prefetch=resolve_prefetch(arguments.forward_prefetch, arguments.backward_prefetch),
-        precision=precision,
         casting=casting,
         buffer_dtype=buffer_dtype,
         full_precision_in_eval=environment.full_precision_in_eval,
@@ -195,7 +194,7 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
         broadcast_buffers=bool(arguments.broadcast_buffers),
         use_orig_params=bool(arguments.use_orig_params),
         nonfinite=arguments.nonfinite,
-        sums=sums_of(arguments.reduction, arguments.wire),
+        **carriage_of(precision, arguments.reduction, arguments.wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     if arguments.mixed_precision is not None:
