@@ -88,16 +88,19 @@ def alone(session: nox.Session) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """Several layers, or several ranks, at once: integration_tests on CPU (arguments go to pytest)."""
-    installed(session).pytest("-m", "not gpu and not long", "integration_tests", *session.posargs)
+    """Several layers, or several ranks, at once: integration_tests on CPU; `-- long`: what `tests` leaves out."""
+    if session.posargs[:1] != ["long"]:
+        installed(session).pytest("-m", "not gpu and not long", "integration_tests", *session.posargs)
+        return
+    # Whole grids of settings, tools from end to end. Optimizers of whole matrices are in `run -- matrix-optimizers`.
+    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
+    installed(session).pytest("-m", "long and not gpu", *others, "docs", *TESTS, *session.posargs[1:])
 
 
 @nox.session
-def long(session: nox.Session) -> None:
-    """The tests that take long: whole grids of settings, tools from end to end, every workload; not in `tests`."""
-    # Optimizers of whole matrices are in `run -- matrix-optimizers`.
-    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
-    installed(session).pytest("-m", "long and not gpu", *others, "docs", *TESTS, *session.posargs)
+def sums(session: nox.Session) -> None:
+    """One hash for every way to train with exact sums, unequal work, and what both cost; `--ways 5` for less."""
+    installed(session).run("tools/sums.py", *session.posargs)
 
 
 @nox.session
@@ -279,7 +282,6 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
         *("-m", "integration_tests.simulated.overlap"),
         *("--pictures", "build/overlap", "--docs", "docs/pictures"),
     ),
-    "sums": ("tools/sums.py",),  # one hash for every way to train, and what exact sums cost
     "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from fractions import Fraction
 from typing import Any
 
@@ -168,17 +167,9 @@ def to_float32(value: Fraction) -> float:
     )[2]
 
 
-def spread(seed: int, size: int) -> list[list[int]]:
-    """Draw which micro-batches each rank does."""
-    drawn, found = random.Random(seed), [list[int]() for _ in range(size)]
-    for number in drawn.sample(range(sums.MICRO_BATCHES), drawn.randint(1, sums.MICRO_BATCHES)):
-        found[drawn.randrange(size)].append(number)
-    return found
-
-
 def test_thirty_distributions() -> None:
     """Gradients are the exact weighted means of those that one process of plain torch computes, rounded once."""
-    spreads = [spread(seed, 2 + seed % 2) for seed in range(30)]
+    spreads = [sums.spread(seed, 2 + seed % 2) for seed in range(30)]
 
     def rank(ranks: Collectives, seed: int) -> list[torch.Tensor]:
         way = (ranks.size, "FULL_SHARD", "blocks", True, "threads", "any", False)

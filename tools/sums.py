@@ -4,7 +4,7 @@
     python tools/sums.py --ways 2000     more of them
     python tools/sums.py --no-costs      without measuring
 
-Exit status 1: a hash differs.
+Exit status 1: a hash differs, or a gradient.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology, run_threads
 from flatparam_comm.testing import run_processes
+from flatparam_sums import Wire
 
 MICRO_BATCHES: Final = 8
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -190,6 +191,49 @@ def show_hashes(count: int, steps: int, seed: int) -> bool:
     return is_one
 
 
+def spread(seed: int, size: int) -> list[list[int]]:
+    """Draw which micro-batches each rank does; some do none."""
+    drawn, found = random.Random(seed), [list[int]() for _ in range(size)]
+    for number in drawn.sample(range(MICRO_BATCHES), drawn.randint(1, MICRO_BATCHES)):
+        found[drawn.randrange(size)].append(number)
+    return found
+
+
+def gradients_of(ranks: Collectives, seed: int, mine: Sequence[Sequence[int]], strategy: str) -> bytes:
+    """Return the bytes of all gradients after this rank's micro-batches, each weighted by its number."""
+    model = wrapped(ranks, (ranks.size, strategy, "blocks", True, "threads", "any", False))
+    for number in mine[ranks.rank]:
+        with model.accumulate(weight=number + 1):
+            torch.autograd.backward(loss(model, seed, number)[0])
+    model.reduce_gradients()
+    with FSDP.summon_full_params(model, with_grads=True):
+        return b"".join(each.grad.numpy().tobytes() for each in model.parameters() if each.grad is not None)
+
+
+def show_unequal(count: int = 30) -> bool:
+    """Print how many random distributions of micro-batches have the gradients of one process, to the bit."""
+    print(
+        f"\n| unequal work, {count} random distributions | "
+        + " | ".join(f"{size} ranks" for size in (2, 3, 4))
+        + " |"
+    )
+    print("| --- | ---: | ---: | ---: |")
+    is_right = True
+    for strategy in STRATEGIES[:3]:
+        cells = []
+        for size in (2, 3, 4):
+            equal = 0
+            for seed in range(count):
+                mine = spread(seed, size)
+                alone = [[number for numbers in mine for number in numbers]]
+                expected = run_threads(1, gradients_of, seed, alone, "FULL_SHARD")[0]
+                equal += {*run_threads(size, gradients_of, seed, mine, strategy)} == {expected}
+            cells.append(f"{equal} of {count}")
+            is_right = is_right and equal == count
+        print(f"| {strategy}: gradients with the bits of one process | {' | '.join(cells)} |")
+    return is_right
+
+
 def timed(ranks: Collectives, width: int, blocks: int) -> dict[str, float]:
     """Return the seconds of a step of each library, in turn."""
     torch.set_num_threads(1)
@@ -214,10 +258,10 @@ def timed(ranks: Collectives, width: int, blocks: int) -> dict[str, float]:
     return {name: statistics.median(found[2:]) for name, found in times.items()}
 
 
-def sent(ranks: Collectives, reduction: Any, several: bool) -> int:
+def sent(ranks: Collectives, wire: Any, reduction: Any, several: bool) -> int:
     """Return the bytes that a rank sends in a step for gradients."""
     ledger = ByteLedger()
-    model = FSDP(build(), RecordingCollectives(ranks, ledger), reduction=reduction)
+    model = FSDP(build(64, 64), RecordingCollectives(ranks, ledger), reduction=reduction, wire=wire)
     for _ in range(2 if several else 1):
         with model.accumulate(weight=1):
             torch.autograd.backward(loss(model, 0, ranks.rank)[0])
@@ -228,10 +272,12 @@ def sent(ranks: Collectives, reduction: Any, several: bool) -> int:
 
 def show_costs() -> None:
     """Print bytes, and the time of a step on two ranks, beside the default and FSDP1."""
-    print("\n| bytes for gradients, two ranks | default | exact |\n| --- | ---: | ---: |")
+    kinds: dict[str, tuple[Any, str]] = {"default": ("default", "default"), "exact": ("default", "exact")}
+    kinds |= {f"wire {name}": (Wire(reduce=name), "default") for name in ("bf16", "int8", "mxfp8")}  # type: ignore[arg-type]
+    print(f"\n| bytes for gradients, two ranks | {' | '.join(kinds)} |\n| --- |{' ---: |' * len(kinds)}")
     for name, several in (("a micro-batch on each rank", False), ("two on each", True)):
-        default, exact = (run_threads(2, sent, each, several)[0] for each in ("default", "exact"))
-        print(f"| {name} | {default:,} | {exact:,} ({exact / default:.1f} x) |")
+        found = [run_threads(2, sent, *kind, several)[0] for kind in kinds.values()]
+        print(f"| {name} | {' | '.join(f'{each:,} ({each / found[0]:.2f} x)' for each in found)} |")
     print(
         "\n| a step on two ranks, shared memory | default | exact | FSDP1, gloo |\n| --- | ---: | ---: | ---: |"
     )
@@ -255,6 +301,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     is_one = show_hashes(chosen.ways, chosen.steps, chosen.seed)
+    is_one = show_unequal() and is_one
     if not chosen.no_costs:
         show_costs()
     return 0 if is_one else 1

@@ -10,6 +10,8 @@ from .options import Options
 from .shape import Shape
 
 _FLOAT32: Final = 4
+_ON_THE_WIRE: Final = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "mxfp8": 1 + 1 / 32}
+"""The bytes of an element in each format, without what a block's last row is filled up with."""
 _FINGERPRINT = 16
 _HELD_PER_PARAMETER: Final = 4 * _FLOAT32
 """Parameter, gradient and AdamW's two moments, in float32."""
@@ -33,6 +35,8 @@ class Costs:
     plain: bool
     optimizer: str = "adamw"
     widths: int = 1
+    gathered_nbytes: float = 4.0
+    reduced_nbytes: float = 4.0
 
     @classmethod
     def of(cls, options: Options, ranks: int) -> Costs:
@@ -46,7 +50,9 @@ class Costs:
             options.plain,
             options.optimizer,
             # The sums of several parts travel in float64.
-            2 if options.reduction == "exact" and options.accumulate > 1 else 1,
+            2 if options.reduction == "exact" and options.accumulate > 1 and options.wire == "none" else 1,
+            _ON_THE_WIRE[options.gather_wire],
+            _ON_THE_WIRE[options.wire],
         )
 
     @property
@@ -87,8 +93,10 @@ class Costs:
     @property
     def moved_per_step(self) -> int:
         """Bytes that one rank sends in one step."""
-        elements = _FLOAT32 * (self.gathered_numel + self.reduced_numel) * (self.ranks - 1) // self.ranks
-        return elements + self.flags_per_step * 2 * (self.ranks - 1) // self.ranks
+        nbytes = int(self.gathered_nbytes * self.gathered_numel + self.reduced_nbytes * self.reduced_numel)
+        return (
+            nbytes * (self.ranks - 1) // self.ranks + self.flags_per_step * 2 * (self.ranks - 1) // self.ranks
+        )
 
     @property
     def flags_per_step(self) -> int:
@@ -111,6 +119,6 @@ class Costs:
         if self.ranks == 1:
             return "one rank sends nothing"
         return (
-            f"{self.ranks - 1}/{self.ranks} x 4 bytes x "
-            f"({self.gathered_numel:,} gathered + {self.reduced_numel:,} reduced), and flags"
+            f"{self.ranks - 1}/{self.ranks} x ({self.gathered_nbytes:.4g} bytes x {self.gathered_numel:,} gathered + "
+            f"{self.reduced_nbytes:.4g} bytes x {self.reduced_numel:,} reduced), and flags"
         )

@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from flatparam import FullyShardedDataParallel, ShardingStrategy
 from flatparam.optim import Muon
 from flatparam.wrap import ModuleWrapPolicy
+from flatparam_sums import Wire
 
 from .meter import Meter
 from .model import GPT, Block
@@ -74,8 +75,16 @@ def build(options: Options, ranks: Ranks, meter: Meter) -> Learner:
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=options.use_orig_params,
             reduction=options.reduction,
+            wire=_wire_of(options),
         )
     return Learner(model, _optimizer(options, model))
+
+
+def _wire_of(options: Options) -> Any:
+    if options.wire == options.gather_wire == "none":
+        return "default"
+    formats = {"reduce": options.wire, "gather": options.gather_wire}
+    return Wire(**{way: name for way, name in formats.items() if name != "none"})  # type: ignore[arg-type]
 
 
 def optimizer_of(options: Options, parameters: Iterable[nn.Parameter]) -> Optimizer:

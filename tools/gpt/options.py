@@ -69,6 +69,8 @@ class Options:
     plain: bool
     strategy: str
     reduction: Literal["default", "exact"]
+    wire: Literal["none", "bf16", "int8", "mxfp8"]
+    gather_wire: Literal["none", "bf16", "int8", "mxfp8"]
     use_orig_params: bool
     checkpoint_activations: bool
     threads: int | None
@@ -137,6 +139,8 @@ def parse(arguments: Sequence[str]) -> Options:
     shape = Shape(**{**asdict(preset.shape), **chosen})
     given["lr"] = preset.lr if given["lr"] is None else given["lr"]
     given["batch"] = preset.batch if given["batch"] is None else given["batch"]
+    if given["plain"] and (given["wire"], given["gather_wire"]) != ("none", "none"):
+        raise UserError("--wire and --gather-wire are for a sharded model: leave --plain out.")
     if given["reduction"] == "exact":
         if given["plain"]:
             raise UserError("--reduction exact is for a sharded model: leave --plain out.")
@@ -214,6 +218,13 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         "--reduction", choices=("default", "exact"), default="default",
         help="exact: the same bits on any number of ranks with as many parts in all, whose hash is shown",
     )  # fmt: skip
+    for name, what in (("--wire", "gradients"), ("--gather-wire", "parameters to compute with")):
+        group.add_argument(
+            name,
+            choices=("none", "bf16", "int8", "mxfp8"),
+            default="none",
+            help=f"the format that {what} travel in",
+        )
     group.add_argument(
         "--use-orig-params", action=argparse.BooleanOptionalAction, default=False,
         help="the optimizer sees the original parameters, not the flat ones",

@@ -39,7 +39,8 @@ def train(options: Options, world_size: int, requests: StopRequests, console: Co
         costs = Costs.of(options, ranks.size)
         meter = Meter(ranks.device, sharded=not options.plain)
         # The planner does not know exact sums.
-        is_planned = plan.start < options.steps and options.reduction == "default"
+        is_usual = options.reduction == "default" and options.wire == options.gather_wire == "none"
+        is_planned = plan.start < options.steps and is_usual
         forecast = Forecast.of(options, ranks, meter.process_group) if is_planned else None
         meter.bytes_moved_since_last()
         learner = build(options, ranks, meter)

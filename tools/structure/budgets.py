@@ -44,9 +44,9 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
-    "files": Budget(374, 350),
+    "files": Budget(376, 350),
     "files under 100 lines": Budget(107, 110),
-    "lines": Budget(66_550, 52_000),
+    "lines": Budget(67_135, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

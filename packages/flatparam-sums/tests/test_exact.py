@@ -245,8 +245,7 @@ def test_a_narrow_wire() -> None:
             wanted = (sum(rounded[1:], rounded[0]) / total).float()
             for (nbytes, found, _), (more, _, _) in zip(results, as_it_is, strict=True):
                 torch.testing.assert_close(found[place], wanted, rtol=2**-23, atol=0)
-                # Each part is filled up to a multiple of 16 bytes.
-                assert 0 <= nbytes - more // (4 if several else 2) < 2 * 16
+                assert nbytes == more // (4 if several else 2)
             exact = sum((each[2][place] for each in results[1:]), results[0][2][place]) / total
             # Each contribution is off by at most half a unit of its eighth bit.
             bound = sum((each[2][place].abs() for each in results[1:]), results[0][2][place].abs()) / total

@@ -14,9 +14,6 @@ from flatparam_runtime import FlatParamError
 Format: TypeAlias = Literal["bf16", "int8", "mxfp8"]
 """A format of numbers on the wire."""
 
-_ALIGNMENT: Final = 16
-"""The bytes of which each rank's part is a multiple, so that numbers of any dtype can begin there."""
-
 
 class Codec(Protocol):
     """How numbers become bytes, and become numbers again."""
@@ -44,7 +41,7 @@ class Bf16:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many numbers."""
-        return _aligned(2 * numel)
+        return 2 * numel
 
     def encode(self, values: Tensor, target: Tensor) -> None:
         """Write the rounded values."""
@@ -67,8 +64,8 @@ class Int8:
     block: int = 256
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of so many numbers: those of the factors, and one each."""
-        return _aligned(4 * -(-numel // self.block) + numel)
+        """Return the bytes of so many numbers: those of the factors, and one each; the next part's factors fit, too."""
+        return 4 * (-(-numel // self.block) + -(-numel // 4))
 
     def encode(self, values: Tensor, target: Tensor) -> None:
         """Write the factors, and then the whole numbers."""
@@ -104,7 +101,7 @@ class MxFp8:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many numbers: one for each, and for each block."""
-        return _aligned(-(-numel // self.block) + numel)
+        return -(-numel // self.block) + numel
 
     def encode(self, values: Tensor, target: Tensor) -> None:
         """Write the exponents, with a bias of 127, and then the elements."""
@@ -256,10 +253,6 @@ def decoded(codec: Codec, source: Tensor, numels: list[int]) -> Tensor:
 def codec_of(format: Format) -> Codec:
     """Return the codec of a format."""
     return _CODECS[format]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
