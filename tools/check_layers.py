@@ -52,6 +52,7 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "process_group.engine",
         "process_group.groups",
         "topology.transports",
+        "transfer.gather",
         "transfer.reduction",
     ),
     "flatparam-runtime": ("agreement.fingerprint", "optimizers.torch_optimizers", "passes.record"),

@@ -273,7 +273,7 @@ def sent(ranks: Collectives, wire: Any, reduction: Any, several: bool) -> int:
 def show_costs() -> None:
     """Print bytes, and the time of a step on two ranks, beside the default and FSDP1."""
     kinds: dict[str, tuple[Any, str]] = {"default": ("default", "default"), "exact": ("default", "exact")}
-    kinds |= {f"wire {name}": (Wire(reduce=name), "default") for name in ("bf16", "int8", "mxfp8")}  # type: ignore[arg-type]
+    kinds |= {f"wire {name}": (Wire(reduce=name), "default") for name in ("bf16", "int8", "mxfp8")}
     print(f"\n| bytes for gradients, two ranks | {' | '.join(kinds)} |\n| --- |{' ---: |' * len(kinds)}")
     for name, several in (("a micro-batch on each rank", False), ("two on each", True)):
         found = [run_threads(2, sent, *kind, several)[0] for kind in kinds.values()]
@@ -282,8 +282,8 @@ def show_costs() -> None:
         "\n| a step on two ranks, shared memory | default | exact | FSDP1, gloo |\n| --- | ---: | ---: | ---: |"
     )
     for name, width, blocks in (("small", 128, 8), ("wide", 768, 2)):
-        found = run_processes(2, timed, width, blocks, timeout=600, pg_timeout=300)
-        seconds = {kind: max(each[kind] for each in found) for kind in found[0]}
+        times = run_processes(2, timed, width, blocks, timeout=600, pg_timeout=300)
+        seconds = {kind: max(each[kind] for each in times) for kind in times[0]}
         row = [f"{1000 * value:.1f} ms ({value / seconds['default']:.2f} x)" for value in seconds.values()]
         print(f"| {name} | {' | '.join(row)} |")
 

@@ -46,7 +46,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(376, 350),
     "files under 100 lines": Budget(107, 110),
-    "lines": Budget(67_135, 52_000),
+    "lines": Budget(67_140, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

@@ -35,7 +35,7 @@ from flatparam.api import (
 )
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction, Wire
 from flatparam.resolving.settings import (
     Resolved,
     ResolvedTree,
@@ -158,7 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         clean_names: bool = False,
         nonfinite: Nonfinite = "ignore",
         reduction: Reduction = "default",
-        wire: Any = "default",
+        wire: Wire = "default",
         layout: LayoutPolicy | RuleFunction | None = None,
     ) -> None:
         """Wrap `module` in place; every rank calls it."""

@@ -15,7 +15,8 @@ from flatparam.api import MixedPrecision, ShardingStrategy
 from flatparam.in_place.module import FSDPModule, class_for, freeing
 from flatparam.in_place.module_state import values_to_come
 from flatparam.layout import LayoutPolicy, RuleFunction
-from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, carriage_of
+from flatparam.resolving import arguments as given
+from flatparam.resolving.arguments import Arguments, DeviceMesh, Environment, Ranks, Reduction, Wire
 from flatparam.resolving.parameters import Ignored, resolve_device, resolve_ignored, resolve_rules
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.make_unit import shard_resolved
@@ -112,7 +113,7 @@ class _Settings(TypedDict, total=False):
     dp_mesh_dims: object
     nonfinite: Nonfinite
     reduction: Reduction
-    wire: Any
+    wire: Wire
     layout: LayoutPolicy | RuleFunction | None
     values_later: bool
 
@@ -137,7 +138,7 @@ def fully_shard(
     dp_mesh_dims: object = None,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
-    wire: Any = "default",
+    wire: Wire = "default",
     layout: LayoutPolicy | RuleFunction | None = None,
     values_later: bool = False,
 ) -> Any:
@@ -269,7 +270,7 @@ def resolve_in_place(
     ignored_params: Any,
     nonfinite: Nonfinite = "ignore",
     reduction: Reduction = "default",
-    wire: Any = "default",
+    wire: Wire = "default",
     layout: Any = None,
     values_later: bool = False,
 ) -> Resolved:
@@ -296,7 +297,7 @@ def resolve_in_place(
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
         nonfinite=nonfinite,
-        **carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire),
+        **given.carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

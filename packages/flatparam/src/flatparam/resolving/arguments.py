@@ -41,6 +41,8 @@ Ranks: TypeAlias = (
 Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction
 """A policy: it chooses the submodules that become units."""
 Reduction: TypeAlias = Literal["default", "exact"]
+Wire: TypeAlias = Literal["default", "bf16", "fp32"] | object
+"""One of these words, or a `flatparam_sums.Wire`."""
 Ignorable: TypeAlias = Iterable[nn.Module] | Iterable[nn.Parameter]
 """The things to leave whole: all modules, or all parameters."""
 
@@ -69,7 +71,7 @@ class Arguments:
     clean_names: bool = False
     nonfinite: Nonfinite = "ignore"
     reduction: Reduction = "default"
-    wire: Any = "default"
+    wire: Wire = "default"
     layout: LayoutPolicy | RuleFunction | None = None
 
     def by_name(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _is_on(name: str) -> bool:
     return on
 
 
-def carriage_of(precision: Precision, reduction: Reduction, wire: Any) -> dict[str, Any]:
+def carriage_of(precision: Precision, reduction: Reduction, wire: Wire) -> dict[str, Any]:
     """Return the fields of a plan that say in which dtypes, and how, parameters and gradients travel.
 
     Raises:
