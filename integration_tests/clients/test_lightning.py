@@ -6,6 +6,7 @@ Lightning starts the second rank itself.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,19 @@ if importlib.util.find_spec("lightning") is None:
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(1800)]
 
 FORMS = ("sharded", "full")
+
+
+@pytest.mark.parametrize("loop", ["fabric", "trainer"])
+def test_unequal_work(loop: str) -> None:
+    """Ranks with micro-batches of any number and size train as one process: with Fabric, and with manual optimization."""
+    output = output_of(*OURS, PROGRAMS / "unequal_lightning.py", loop)
+    found = {
+        int(rank): (float(ours), float(alone))
+        for rank, ours, alone in re.findall(r"(?m)^output (\d) (\S+) (\S+)$", output)
+    }
+    assert sorted(found) == [0, 1]
+    for ours, alone in found.values():
+        assert ours == pytest.approx(alone, rel=1e-5)
 
 
 def fabric(*arguments: object, run: tuple[str, ...] = OURS) -> Losses:
