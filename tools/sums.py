@@ -153,7 +153,7 @@ def hash_of(way: Way, optimizer: str, steps: int) -> str:
             begin = steps // 2
             before = (2, "FULL_SHARD", "blocks", True, "threads", "in turn", False)
             run_threads(2, trained, before, optimizer, range(begin), folder, True)
-    kwargs = {"timeout": 600} if way[4] == "threads" else {"timeout": 600, "pg_timeout": 300}
+        kwargs = {"timeout": 600} if way[4] == "threads" else {"timeout": 600, "pg_timeout": 300}
         found = set(run(way[0], trained, way, optimizer, range(begin, steps), folder, False, **kwargs))
     return found.pop() if len(found) == 1 else f"{len(found)} different ones"
 
