@@ -32,10 +32,12 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam-runtime",
         "flatparam-state",
         "flatparam",
+        "flatparam-meshes",
     ),
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
+    "flatparam-meshes": ("flatparam-core", "flatparam-comm", "flatparam"),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
@@ -62,7 +64,7 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
         ("flatparam-guard", "flatparam-onehost"),
     ),
     # The wrapper brings every add-on along, and has their names.
-    **dict.fromkeys(("flatparam", "flatparam-plan"), tuple(ADDONS)),
+    **dict.fromkeys(("flatparam", "flatparam-meshes", "flatparam-plan"), tuple(ADDONS)),
     "flatparam-clients": tuple(each for each in ADDONS if each != "flatparam-plan"),
 }
 
