@@ -29,7 +29,7 @@ def _unit_that_spreads(parameter: Any) -> Unit | None:
     return None if is_alone and unit.reducer.sums is None else unit
 
 
-def _gradients_of(parameter: Any, unit: Unit) -> Iterable[tuple[tuple[Collectives, ...], Tensor | None]]:
+def _gradients_of(parameter: Any, unit: Unit) -> Iterable[tuple[tuple[Collectives, ...], Any]]:
     """Return the gradient of `parameter` by the groups that have parts of it: of the shard, and of other meshes."""
     meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
     found = [((), parameter.grad)] if meshes is None else meshes.gradients([parameter])
