@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import Self, override
 
 from flatparam.sharding.extensions import FSDPExtensions
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from flatparam_meshes.unit_meshes import UnitMeshes
+
+
+@final
+@attrs.frozen
+class HeldPart:
+    """The part of a `DTensor` that one rank of tensor parallelism holds: an interval of its memory order."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole."""
+    stride: tuple[int, ...]
+    """The strides of the whole, in elements."""
+    offset: int
+    """The elements before the part."""
+    is_copy: bool
+    """Whether a rank before this one holds the same."""
 
 
 @final
@@ -140,6 +156,23 @@ class MeshForm:
                 return False
             sizes[dim] //= self.mesh.size(dimension)
         return True
+
+    def held(self, name: str) -> HeldPart:
+        """Return where in the `DTensor` this rank's part lies, for files.
+
+        Raises:
+            FlatParamError: if it is cut along several dimensions, so that the part is no interval; it names `name`.
+        """
+        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
+        if len(cut) > 1 or None in cut:
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor with {self.placements}: a directory has intervals of a tensor, so "
+                "that it can be cut along one dimension only; save what "
+                "flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
+            )
+        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        offset = sum(start * step for start, step in zip(offsets, self.stride, strict=True))
+        return HeldPart(tuple(self.shape), self.stride, offset, not self.is_first_copy)
 
     def _groups(self, *, copies: bool) -> list[Collectives]:
         return [

@@ -92,10 +92,15 @@ class UnitMeshes:
             for groups, fragment in zip(over, handle.layout.fragments(handle.rank), strict=True):
                 yield groups, None if grad is None else grad[fragment.in_shard.as_slice()]
 
+    def form(self, handle: FlatParamHandle, index: int) -> MeshForm | None:
+        """Return the form of parameter `index`; `None` if it is no `DTensor`."""
+        found = _presenters_of(handle)[index]
+        return found if isinstance(found, MeshForm) else None
+
     def shown(self, handle: FlatParamHandle, index: int, full: Tensor) -> Tensor:
         """Return the `DTensor` over `full`, shaped like the full parameter `index`; `full` for one that is none."""
-        form = _presenters_of(handle)[index]
-        return form.over(full) if isinstance(form, MeshForm) else full
+        form = self.form(handle, index)
+        return full if form is None else form.over(full)
 
     def agree(self, handles: Sequence[FlatParamHandle], found: bool) -> bool:
         """Return whether any rank that holds parts or copies of parameters has `found`; every one of them calls it."""
