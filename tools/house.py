@@ -37,7 +37,7 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
-    "flatparam-meshes": ("flatparam-core", "flatparam-comm", "flatparam"),
+    "flatparam-meshes": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam"),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),

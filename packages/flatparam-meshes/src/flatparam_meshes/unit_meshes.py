@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_comm import Collectives, FlatParamHandle, ReduceOp
+from flatparam_comm import Collectives, FlatParamHandle, ReduceOp, process_group_of
 from flatparam_core import PRESENTER, FlatParameter, handle_of, owner_of
 from flatparam_meshes.form import MeshForm
 
@@ -29,6 +29,10 @@ class UnitMeshes:
     It takes shards that are cut alike on all ranks of tensor parallelism, that is, parts of one size. Otherwise each
     gradient is added up when autograd has computed it.
     """
+    experts: Collectives | None = None
+    """The ranks that hold other experts in the place of these, if the unit holds some; see `hold_experts`."""
+    around: frozenset[int] = frozenset()
+    """The global numbers of the model's data-parallel ranks, if the unit holds experts."""
 
     @classmethod
     def join(cls, forms: Sequence[MeshForm]) -> Self:
@@ -81,11 +85,11 @@ class UnitMeshes:
             if not isinstance(parameter, FlatParameter):
                 owner = owner_of(parameter)
                 assert owner is not None, "the unit holds it"
-                yield _spread_over(owner[0])[owner[1]], grad
+                yield self._spread_over(owner[0])[owner[1]], grad
                 continue
             handle = handle_of(parameter)
             assert handle is not None, "the unit holds it"
-            over = _spread_over(handle)
+            over = self._spread_over(handle)
             if padded and len({*over}) == 1:
                 yield over[0], grad
                 continue
@@ -109,22 +113,40 @@ class UnitMeshes:
             group.all_reduce(flag, op=ReduceOp.MAX, label="not finite").wait()
         return bool(flag)
 
-    def groups(self, handles: Sequence[FlatParamHandle]) -> list[Collectives]:
-        """Return all groups that parameters of `handles` are on, beside those of data parallelism."""
+    def groups(self, handles: Sequence[FlatParamHandle], *, experts: bool = True) -> list[Collectives]:
+        """Return all groups that parameters of `handles` are on, beside those of data parallelism.
+
+        Args:
+            handles: flat parameters of one or several units.
+            experts: also the ranks that hold other experts.
+        """
         found: dict[Collectives, None] = {}
         for handle in handles:
             for _, form in _forms_of(handle):
                 found.update(dict.fromkeys((*form.spread_over, *form.copied_over)))
+            across = None if handle.forms.meshes is None else handle.forms.meshes.experts
+            if experts and across is not None:
+                found[across] = None
         return list(found)
+
+    def _spread_over(self, handle: FlatParamHandle) -> list[tuple[Collectives, ...]]:
+        """Return for each parameter the groups whose ranks hold other parts of it, beside those of its shard."""
+        found = []
+        for each in _presenters_of(handle):
+            over = each.spread_over if isinstance(each, MeshForm) else ()
+            # A `DTensor` may itself be cut over the ranks that hold other experts.
+            is_cut_there = any(len(self.around & _numbers(group)) > 1 for group in over)
+            found.append(over if self.experts is None or is_cut_there else (*over, self.experts))
+        return found
 
 
 def _presenters_of(handle: FlatParamHandle) -> list[object]:
     return [noted.get(PRESENTER) for noted in handle.forms.attributes]
 
 
-def _spread_over(handle: FlatParamHandle) -> list[tuple[Collectives, ...]]:
-    """Return for each parameter the groups whose ranks hold other parts of it, beside those of data parallelism."""
-    return [each.spread_over if isinstance(each, MeshForm) else () for each in _presenters_of(handle)]
+def _numbers(group: Collectives) -> set[int]:
+    process_group = process_group_of(group)
+    return set() if process_group is None else set(torch.distributed.get_process_group_ranks(process_group))
 
 
 def _forms_of(handle: FlatParamHandle) -> list[tuple[int, MeshForm]]:

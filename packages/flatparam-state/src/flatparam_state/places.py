@@ -73,7 +73,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 def mesh_groups(units: Iterable[Unit]) -> list[Collectives]:
     """Return the groups, beside those of data parallelism, over which parameters of `units` are `DTensor`s."""
     handles = [handle for unit in units for handle in unit.handles if handle.forms.meshes is not None]
-    return handles[0].forms.meshes.groups(handles) if handles else []
+    return handles[0].forms.meshes.groups(handles, experts=False) if handles else []
 
 
 def _names(

@@ -69,8 +69,7 @@ def clip_grad_norm_(
     device: torch.device | None = None
     seen: set[int] = set()
     for parameter in given:
-        gradient: Any = parameter.grad
-        unit = _unit_that_spreads(parameter)
+        gradient, unit = parameter.grad, _unit_that_spreads(parameter)
         is_new = gradient is not None and id(gradient) not in seen
         seen.add(id(gradient))
         if unit is None and is_new:

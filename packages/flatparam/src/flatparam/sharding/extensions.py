@@ -1,9 +1,7 @@
 """Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
 
-Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`: such a
-tensor has no memory of its own, and is made of inner tensors of different dtypes (numbers, scales, zero points). And
-`DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part of a
-`DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
+Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`. Of a
+`DTensor`, the part that this rank holds is flattened and sharded; the add-on flatparam-meshes shows modules the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from flatparam_core import PRESENTER, BoundParameter, owner_of
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.places import Place
 
-_MESHES: Final = "flatparam_meshes"
 _PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
 _extensions: FSDPExtensions | None = None
 
@@ -60,12 +57,11 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
             {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
         )
         setattr(parameter, PRESENTER, present)
-        if hasattr(present, "meshes"):
-            on_meshes.append(present)
+        on_meshes += [present] if hasattr(present, "meshes") else []
         for info in b.infos:
             setattr(info.module, info.param_name, parameter)
     if on_meshes:
-        load(_MESHES).UnitMeshes.join(on_meshes)
+        load("flatparam_meshes").UnitMeshes.join(on_meshes)
 
 
 def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
@@ -73,9 +69,10 @@ def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] 
     if _extensions is not None:
         plain, facts = _extensions.pre_flatten_transform(b.parameter)
         if plain is not b.parameter:
-            return plain, functools.partial(_extensions.post_unflatten_transform, param_extension=facts)
+            present = functools.partial(_extensions.post_unflatten_transform, param_extension=facts)
+            return plain, facts if hasattr(facts, "meshes") else present
     if is_dtensor(b.parameter):
-        form = load(_MESHES).MeshForm.of(b.parameter, b.names[0])
+        form = load("flatparam_meshes").MeshForm.of(b.parameter, b.names[0])
         return form.part(b.parameter), form
     if not is_wrapper(b.parameter):
         return b.parameter, None
