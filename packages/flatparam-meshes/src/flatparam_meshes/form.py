@@ -79,6 +79,12 @@ class MeshForm:
                 f"parameter {name!r} is a DTensor with {placements}: expected Shard or Replicate, since a parameter "
                 "that is a sum still to be made has no value to train; call redistribute() first"
             )
+        if parameter.is_meta:
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor on the meta device: expected one with memory, since its module would "
+                "give each part values as if it were the whole; after parallelize_module() call to_empty(), which "
+                "takes memory for this rank's part, give it values, and shard then"
+            )
         if mesh.get_coordinate() is None:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor over {mesh}, which this process is not in: shard the module only on "

@@ -35,8 +35,9 @@ class UnitMeshes:
     """The global numbers of the model's data-parallel ranks, if the unit holds experts."""
 
     @classmethod
-    def join(cls, forms: Sequence[MeshForm]) -> Self:
-        """Return what `forms`, those of one unit, share from now on."""
+    def join(cls, presenters: Sequence[object]) -> Self:
+        """Return what the forms among `presenters`, those of one unit, share from now on."""
+        forms = [each for each in presenters if isinstance(each, MeshForm)]
         meshes = cls(all(form.is_even for form in forms))
         for form in forms:
             form.meshes = meshes

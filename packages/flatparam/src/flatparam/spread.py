@@ -224,8 +224,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[Collectives, torch.devi
 def route_torchs_functions(unit: Unit) -> None:
     """Have torch's clipping and its loss scaler ask all ranks about the parameters of `unit`, if it has several ranks.
 
-    Torch's `ZeroRedundancyOptimizer`, which shards an optimizer itself, refuses them. The functions are changed in the
-    whole process, once, and are as they were for all other parameters.
+    Torch's `ZeroRedundancyOptimizer` refuses them. The functions are as they were for all other parameters.
     """
     if unit.topology.shard.size > 1 or any(handle.forms.meshes for handle in unit.handles):
         _have_torch_clip()

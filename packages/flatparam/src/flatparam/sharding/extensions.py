@@ -42,7 +42,7 @@ def needs_extensions(tensors: Iterable[Tensor]) -> bool:
 
 def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
-    on_meshes = []
+    presenters: list[Any] = []
     for b in bound_parameters(module, ignored):
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
@@ -57,11 +57,11 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
             {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
         )
         setattr(parameter, PRESENTER, present)
-        on_meshes += [present] if hasattr(present, "meshes") else []
+        presenters.append(present)
         for info in b.infos:
             setattr(info.module, info.param_name, parameter)
-    if on_meshes:
-        load("flatparam_meshes").UnitMeshes.join(on_meshes)
+    if any(hasattr(each, "meshes") for each in presenters):
+        load("flatparam_meshes").UnitMeshes.join(presenters)
 
 
 def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
@@ -69,8 +69,8 @@ def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] 
     if _extensions is not None:
         plain, facts = _extensions.pre_flatten_transform(b.parameter)
         if plain is not b.parameter:
-            present = functools.partial(_extensions.post_unflatten_transform, param_extension=facts)
-            return plain, facts if hasattr(facts, "meshes") else present
+            made = functools.partial(_extensions.post_unflatten_transform, param_extension=facts)
+            return plain, facts if hasattr(facts, "meshes") else made
     if is_dtensor(b.parameter):
         form = load("flatparam_meshes").MeshForm.of(b.parameter, b.names[0])
         return form.part(b.parameter), form
