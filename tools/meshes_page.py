@@ -1,4 +1,4 @@
-"""Train a small Llama on meshes, by flatparam and by torch's FSDP1 and FSDP2, and write what is right in docs/meshes.md.
+"""Train a small Llama on meshes, by flatparam and by torch's FSDP1 and FSDP2, and say what is right: docs/meshes.md.
 
     python tools/meshes_page.py             print the table
     python tools/meshes_page.py --write     and put it into docs/meshes.md
