@@ -64,8 +64,10 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
         ("flatparam-guard", "flatparam-onehost"),
     ),
     # The wrapper brings every add-on along, and has their names.
-    **dict.fromkeys(("flatparam", "flatparam-meshes", "flatparam-plan"), tuple(ADDONS)),
-    "flatparam-clients": tuple(each for each in ADDONS if each != "flatparam-plan"),
+    **dict.fromkeys(("flatparam", "flatparam-plan"), tuple(ADDONS)),
+    **dict.fromkeys(
+        ("flatparam-clients", "flatparam-meshes"), tuple(each for each in ADDONS if each != "flatparam-plan")
+    ),
 }
 
 

@@ -11,6 +11,7 @@ with those of one process that has all data.
 import argparse
 import sys
 import warnings
+from typing import Any
 
 from pages import ROOT, fill
 
@@ -21,7 +22,7 @@ from integration_tests.meshes.training import run
 PAGE = ROOT / "docs" / "meshes.md"
 
 #: What a row is called, the sizes of its mesh, and how it is trained.
-ROWS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+ROWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "2 data x 2 tensor": ((2, 2), {}),
     "1 data x 2 tensor": ((1, 2), {}),
     "2 data x 1 tensor": ((2, 1), {}),
