@@ -77,12 +77,15 @@ class MoE(nn.Module):
 class Mixtral(nn.Module):
     """Embedding, one block of experts behind a norm, head."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, idle: bool = False) -> None:
+        """Make a model; with `idle`, every token chooses the first expert at first, so that most ranks get none."""
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.norm, self.moe, self.output = RMSNorm(), MoE(group), nn.Linear(WIDTH, VOCABULARY, bias=False)
         rank = 0 if group is None else dist.get_rank(group)
         self.moe.experts.reset_parameters(rank * EXPERTS // self.moe.ranks)
+        if idle:
+            nn.init.zeros_(self.moe.router.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

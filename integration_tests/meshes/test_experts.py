@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatparam
-from flatparam_comm import Collectives
+from flatparam_comm import Collectives, FlatParamError
 from flatparam_comm.testing import run_processes
 from flatparam_meshes import hold_experts
 from flatparam_runtime import summon_full_params
@@ -35,6 +36,8 @@ class Way:
     """Whether expert parameters are `DTensor`s over the ranks of expert parallelism, as torchtitan has them."""
     holds: bool = True
     synchronises: bool = True
+    idle: bool = False
+    """Whether some ranks' experts get no token in the first step."""
 
 
 def made(way: Way) -> nn.Module:
@@ -46,7 +49,7 @@ def made(way: Way) -> nn.Module:
         "cpu", (RANKS // way.parallel, way.parallel), mesh_dim_names=("copies", "experts")
     )
     torch.manual_seed(0)
-    model: Any = Mixtral(mesh.get_group("experts"))
+    model: Any = Mixtral(mesh.get_group("experts"), idle=way.idle)
     if way.distributed:
         from torch.distributed.tensor import DTensor, Shard
 
@@ -81,15 +84,11 @@ def shown(model: nn.Module, *, gradients: bool) -> dict[str, Tensor]:
     return found
 
 
-def numbers(number: int, rank: int) -> int:
-    return number
-
-
 def train(ranks: Collectives, way: Way) -> tuple[list[str], list[float]]:
     model = made(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
-    alone = Mixtral()
+    alone = Mixtral(idle=way.idle)
     beside = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     told, norms = [], []
     for step in range(STEPS):
@@ -137,6 +136,8 @@ def train(ranks: Collectives, way: Way) -> tuple[list[str], list[float]]:
         Way("fully_shard", distributed=True),
         Way("flat", distributed=True),
         Way("fully_shard", synchronises=False),
+        Way("originals", parallel=4, idle=True),
+        Way("fully_shard", idle=True),
     ],
     ids=str,
 )
@@ -145,3 +146,44 @@ def test_experts_train_as_in_one_process(way: Way) -> None:
     results = run_processes(RANKS, train, way)
     assert [told for told, _ in results] == [[]] * RANKS
     assert len({tuple(norms) for _, norms in results}) == 1
+
+
+def warned(ranks: Collectives) -> tuple[bool, float]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = made(Way("originals", holds=False))
+    backward(model, 0, ranks.rank)
+    torch.manual_seed(0)
+    alone = Mixtral()
+    for rank in range(RANKS):
+        backward(alone, 0, rank)
+    right = alone.moe.experts.up.grad
+    assert right is not None
+    found = shown(model, gradients=True)["moe.experts.up"]
+    factor = float((found * right).sum() / (right * right).sum()) * RANKS
+    return any("hold_experts" in str(each.message) for each in caught), round(factor, 3)
+
+
+def test_without_the_call_a_warning_says_so() -> None:
+    """Without `hold_experts` an expert's gradient is divided by its own ranks, as in FSDP1 and FSDP2, with a warning."""
+    assert run_processes(RANKS, warned) == [(True, 2.0)] * RANKS
+
+
+def uneven(ranks: Collectives) -> str:
+    """A model over four ranks, with a unit of two of them and none of the others."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2]), dist.new_group([3])]
+    mine = groups[0] if ranks.rank < 2 else groups[ranks.rank - 1]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    flatparam.fully_shard(model[0], mesh=mine)
+    flatparam.fully_shard(model, mesh=dist.group.WORLD)
+    try:
+        hold_experts(model)
+    except FlatParamError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_several_sizes_are_refused() -> None:
+    """If the groups do not cut the ranks of the model into equal parts, every rank is told, with the groups."""
+    for told in run_processes(RANKS, uneven):
+        assert "found [(0, 1), (2,), (3,)]" in told

@@ -58,6 +58,10 @@ class MeshForm:
     """The strides of the `DTensor`, in elements: the dimension that is cut over ranks has the largest."""
     meshes: UnitMeshes | None = None
     """What the forms of a unit share, once all are known."""
+    spread_over: tuple[Collectives, ...] = attrs.field(init=False)
+    """The groups whose ranks hold other parts of the parameter, beside those of data parallelism."""
+    copied_over: tuple[Collectives, ...] = attrs.field(init=False)
+    """The groups whose ranks hold copies of what this rank has of the parameter."""
     _here: tuple[int, ...] = attrs.field(init=False)
     """This rank's place along each dimension of the mesh."""
 
@@ -132,16 +136,6 @@ class MeshForm:
     # Where it lies
 
     @property
-    def spread_over(self) -> tuple[Collectives, ...]:
-        """Return the groups whose ranks hold other parts of the parameter, beside those of data parallelism."""
-        return tuple(self._groups(copies=False))
-
-    @property
-    def copied_over(self) -> tuple[Collectives, ...]:
-        """Return the groups whose ranks hold copies of what this rank has of the parameter."""
-        return tuple(self._groups(copies=True))
-
-    @property
     def is_first_copy(self) -> bool:
         """Return whether this rank is the first of those that hold copies."""
         return not any(
@@ -180,12 +174,20 @@ class MeshForm:
         offset = sum(start * step for start, step in zip(offsets, self.stride, strict=True))
         return HeldPart(tuple(self.shape), self.stride, offset, not self.is_first_copy)
 
-    def _groups(self, *, copies: bool) -> list[Collectives]:
-        return [
+    @spread_over.default
+    def _find_parts(self) -> tuple[Collectives, ...]:
+        return self._groups(copies=False)
+
+    @copied_over.default
+    def _find_copies(self) -> tuple[Collectives, ...]:
+        return self._groups(copies=True)
+
+    def _groups(self, *, copies: bool) -> tuple[Collectives, ...]:
+        return tuple(
             ProcessGroupCollectives(self.mesh.get_group(dimension))
             for dimension, placement in enumerate(self.placements)
             if placement.is_replicate() is copies and self.mesh.size(dimension) > 1
-        ]
+        )
 
     # Its gradient
 
