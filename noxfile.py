@@ -278,6 +278,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "fuzz": ("-m", "packages.flatparam-files.tests.fuzzing"),  # changed files for every reader of checkpoints
     "layouts": ("tools/layouts_page.py",),  # the tables of docs/layouts.md
     "load": ("-m", "integration_tests.load"),  # long, wide, large and disturbed jobs; half an hour
+    "meshes": ("tools/meshes_page.py",),  # tensor parallelism, beside torch's FSDP1 and FSDP2: docs/meshes.md
     "overlap": (  # what is hidden behind computing, on the simulated device
         *("-m", "integration_tests.simulated.overlap"),
         *("--pictures", "build/overlap", "--docs", "docs/pictures"),

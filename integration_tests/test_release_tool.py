@@ -76,6 +76,7 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "flatparam-comm",
         "flatparam",
         "flatparam-files",
+        "flatparam-meshes",
         "flatparam-optim",
         "flatparam-plan",
     ):
@@ -93,6 +94,8 @@ def test_a_release(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "packages/flatparam-core/src/flatparam_core/__init__.py",
         "packages/flatparam-files/CHANGELOG.md",
         "packages/flatparam-files/pyproject.toml",
+        "packages/flatparam-meshes/CHANGELOG.md",
+        "packages/flatparam-meshes/pyproject.toml",
         "packages/flatparam-optim/CHANGELOG.md",
         "packages/flatparam-optim/pyproject.toml",
         "packages/flatparam-plan/CHANGELOG.md",

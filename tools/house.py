@@ -32,10 +32,12 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam-runtime",
         "flatparam-state",
         "flatparam",
+        "flatparam-meshes",
     ),
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
+    "flatparam-meshes": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam"),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
@@ -63,7 +65,9 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
     ),
     # The wrapper brings every add-on along, and has their names.
     **dict.fromkeys(("flatparam", "flatparam-plan"), tuple(ADDONS)),
-    "flatparam-clients": tuple(each for each in ADDONS if each != "flatparam-plan"),
+    **dict.fromkeys(
+        ("flatparam-clients", "flatparam-meshes"), tuple(each for each in ADDONS if each != "flatparam-plan")
+    ),
 }
 
 

@@ -26,6 +26,7 @@ PAGES: Final[Mapping[str, Sequence[str]]] = {
     "errors": ("docs/test_errors.py",),
     "fsdp2-clients": ("-m", "integration_tests.clients.cells", "build/client-cells.jsonl"),
     "layouts": ("tools/layouts_page.py",),
+    "meshes": ("tools/meshes_page.py", "--write"),
     "models": ("tools/models_page.py", "build/models.xml"),
     "one-step": ("tools/structure", "--page"),
     "optimizers": ("tools/matrix_optimizers.py",),

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flatparam_core import FLAT_PARAM, clean_fqn
+from flatparam_core import FLAT_PARAM, FlatParamError, clean_fqn, owner_of
 from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in
 from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.segments.flat_steps import step_in_segments
@@ -161,6 +161,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             rule = forced or (self._name if self._choice(name or "", shape) else ADAMW)
             if rule == self._name:
                 self._check(name, shape)
+                _check_is_whole(name, entry[1] if isinstance(entry, tuple) else entry, self._name)
             chosen[rule].append(entry)
         if not any(chosen.values()):
             # As with any optimizer of torch, a group may be empty, and is one group then.
@@ -245,6 +246,17 @@ class WholeOptimizer(torch.optim.Optimizer):
     def whole_steps(self) -> int:
         """How many times this rank has stepped a whole parameter: over all ranks, once a step for each."""
         return self._stepper.stepped
+
+
+def _check_is_whole(name: str | None, parameter: Any, rule: str) -> None:
+    owner = owner_of(parameter)
+    meshes = None if owner is None else owner[0].forms.meshes
+    form = None if owner is None or meshes is None else meshes.form(*owner)
+    if form is not None and form.spread_over:
+        raise FlatParamError(
+            f"{name!r} is cut over the ranks of tensor parallelism, so that {rule} would step parts of a matrix as if "
+            f"they were whole: give it to AdamW ({RULE}='adamw' in its group)"
+        )
 
 
 def _originals(entries: Iterable[Any]) -> Iterator[tuple[str | None, Any, tuple[int, ...]]]:

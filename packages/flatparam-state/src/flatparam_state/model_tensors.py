@@ -10,9 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import FlatParamError, ParamSpec, Span, clean_fqn
-from flatparam_state.forms.chunker import is_dtensor
-from flatparam_state.places import Place, places_in
+from flatparam_runtime import FlatParamError, Span, clean_fqn
+from flatparam_state.places import Place, mesh_groups, places_in
 
 
 @final
@@ -31,6 +30,12 @@ class ModelTensor:
     local: Tensor
     place: Place | None = None
     stride: tuple[int, ...] | None = None
+    offset: int = 0
+    """Of a `DTensor`, the elements before this rank's part, in memory order; `span` counts them."""
+    part_shape: tuple[int, ...] | None = None
+    """Of a `DTensor`, the shape of this rank's part."""
+    is_copy: bool = False
+    """Whether a different rank of tensor parallelism has the same elements, and saves them."""
 
     @property
     def name(self) -> str:
@@ -48,26 +53,36 @@ class ModelTensor:
             self.local.copy_(staged.view(self.local.shape))
 
 
-def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Return every parameter and persistent buffer of `model`, once each, in the order of its modules."""
+def model_tensors(model: nn.Module, *, on_meshes: bool = False) -> list[ModelTensor]:
+    """Return every parameter and persistent buffer of `model`, once each, in the order of its modules.
+
+    Args:
+        on_meshes: also parameters that are `DTensor`s, of which ranks of tensor parallelism have other parts.
+
+    Raises:
+        FlatParamError: for a `DTensor`, unless `on_meshes`, and for one that is cut along several dimensions.
+    """
     places = list(places_in(model))
-    found = [tensor for place in places for tensor in _sharded(place)]
+    # A parameter that is no `DTensor` is the same on all ranks of tensor parallelism.
+    is_copy = any(group.rank for group in mesh_groups(place.unit for place in places))
+    found = [tensor for place in places for tensor in _sharded(place, on_meshes, is_copy)]
     found += _whole(model, {id(place.handle.flat_param) for place in places}, found)
     return found
 
 
-def _sharded(place: Place) -> Iterator[ModelTensor]:
-    handle = place.handle
+def _sharded(place: Place, on_meshes: bool, is_copy: bool) -> Iterator[ModelTensor]:
+    handle, meshes = place.handle, place.handle.forms.meshes
     handle.take_over()
     shard = handle.flat_param.detach()
     for index, (slot, names) in enumerate(zip(handle.layout.slots, place.names, strict=True)):
         spec, fragment = slot.spec, handle.layout.fragment(index, handle.rank)
-        if handle.has_presenter(index) and is_dtensor(handle.present(index, _like(spec))):
+        form = None if meshes is None else meshes.form(handle, index)
+        if form is not None and not on_meshes:
             raise FlatParamError(
                 f"parameter {names[0]!r} is a DTensor, of which ranks of tensor parallelism have other parts; "
                 "save what flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
             )
-        yield ModelTensor(
+        tensor = ModelTensor(
             names,
             spec.shape,
             spec.dtype,
@@ -75,11 +90,15 @@ def _sharded(place: Place) -> Iterator[ModelTensor]:
             shard[fragment.in_shard.as_slice()],
             place,
             None if _is_row_major(spec.shape, spec.stride) else spec.stride,
+            is_copy=is_copy,
         )
-
-
-def _like(spec: ParamSpec) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        if form is not None:
+            held = form.held(names[0])
+            span = fragment.in_param.shifted(held.offset)
+            stride = None if _is_row_major(held.shape, held.stride) else held.stride
+            of_part = {"offset": held.offset, "part_shape": spec.shape, "is_copy": held.is_copy}
+            tensor = attrs.evolve(tensor, shape=held.shape, span=span, stride=stride, **of_part)
+        yield tensor
 
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flatparam_runtime import (
+    Collectives,
     FlatParamHandle,
     Fragment,
     Unit,
@@ -67,6 +68,12 @@ def places_in(model: nn.Module) -> Iterator[Place]:
     for unit, prefix in units.items():
         for handle in unit.handles:
             yield Place(prefix, unit, handle, tuple(_names(prefix, handle, paths)))
+
+
+def mesh_groups(units: Iterable[Unit]) -> list[Collectives]:
+    """Return the groups, beside those of data parallelism, over which parameters of `units` are `DTensor`s."""
+    handles = [handle for unit in units for handle in unit.handles if handle.forms.meshes is not None]
+    return handles[0].forms.meshes.groups(handles, experts=False) if handles else []
 
 
 def _names(

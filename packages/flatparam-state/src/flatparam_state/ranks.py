@@ -22,6 +22,7 @@ from flatparam_runtime import (
     units_in,
 )
 from flatparam_state.forms.deferred import is_ordinary
+from flatparam_state.places import mesh_groups
 
 CALL: Final = "call"
 """The name of the call itself, among its arguments."""
@@ -50,8 +51,16 @@ def ranks_of(model: nn.Module | None) -> ExchangesValues:
     except ValueError:
         # There is no default group.
         world = None
-    if world is not None and any(each.data_parallel_size == world.size for each in topologies):
+    parts = math.prod(
+        group.size for group in mesh_groups(each for each in named.values() if each is not None)
+    )
+    if world is not None and any(each.data_parallel_size * parts == world.size for each in topologies):
         return world
+    if parts > 1:
+        raise ValueError(
+            f"expected a model that all ranks hold together, found one over {parts} ranks of tensor parallelism that "
+            "leave some out; pass ranks=, those that hold the model together"
+        )
     (first, name), *others = topologies.items()
     if others:
         raise ValueError(

@@ -24,6 +24,7 @@ _ADDONS: Final = (
     "flatparam_checkpoint",
     "flatparam_clients",
     "flatparam_files",
+    "flatparam_meshes",
     "flatparam_optim",
     "flatparam_plan",
     "flatparam_publish",

@@ -25,7 +25,15 @@ def _unit_that_spreads(parameter: Any) -> Unit | None:
     unit = holder_of_parameter(parameter)
     if unit is None or hasattr(parameter, "_local_tensor"):
         return None
-    return None if unit.topology.shard.size == 1 and unit.reducer.sums is None else unit
+    is_alone = unit.topology.shard.size == 1 and not any(h.forms.meshes for h in unit.handles)
+    return None if is_alone and unit.reducer.sums is None else unit
+
+
+def _gradients_of(parameter: Any, unit: Unit) -> Iterable[tuple[tuple[Collectives, ...], Any]]:
+    """Return the gradient of `parameter` by the groups that have parts of it: of the shard, and of other meshes."""
+    meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
+    found = [((), parameter.grad)] if meshes is None else meshes.gradients([parameter])
+    return [((unit.topology.shard, *others), part) for others, part in found]
 
 
 @torch.no_grad()
@@ -55,19 +63,21 @@ def clip_grad_norm_(
         RuntimeError: if the norm is not finite, and `error_if_nonfinite` is set.
     """
     given = [_part_of(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)]
-    sharded: dict[Collectives, list[Tensor]] = {}
-    whole: list[Tensor] = []
+    sharded: dict[Any, list[Tensor]] = {}
+    whole: list[Any] = []
     dtypes: list[torch.dtype] = []
     device: torch.device | None = None
     seen: set[int] = set()
     for parameter in given:
         gradient, unit = parameter.grad, _unit_that_spreads(parameter)
-        into = whole if unit is None else sharded.setdefault(unit.topology.shard, [])
-        if unit is not None and device is None:
-            device = unit.device
-        if gradient is not None and id(gradient) not in seen:
-            seen.add(id(gradient))
-            into.append(gradient)
+        is_new = gradient is not None and id(gradient) not in seen
+        seen.add(id(gradient))
+        if unit is None and is_new:
+            whole.append(gradient)
+        elif unit is not None:
+            device = device or unit.device
+            for groups, part in _gradients_of(parameter, unit):
+                sharded.setdefault(groups, []).extend([part] if is_new else [])
         # A rank may have no gradient where other ranks have one.
         if gradient is not None or (unit is not None and parameter.requires_grad):
             # The norm of complex numbers is a real one.
@@ -204,17 +214,19 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[Collectives, torch.devi
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         unit = _unit_that_spreads(parameter)
         if unit is not None:
-            groups.setdefault(unit.topology.shard, unit.device)
+            over = [unit.topology.shard]
+            for meshes in filter(None, {handle.forms.meshes for handle in unit.handles}):
+                over += meshes.groups(unit.handles)
+            groups.update(dict.fromkeys(over, unit.device))
     return groups
 
 
 def route_torchs_functions(unit: Unit) -> None:
     """Have torch's clipping and its loss scaler ask all ranks about the parameters of `unit`, if it has several ranks.
 
-    Torch's `ZeroRedundancyOptimizer`, which shards an optimizer itself, refuses them. The functions are changed in the
-    whole process, once, and are as they were for all other parameters.
+    Torch's `ZeroRedundancyOptimizer` refuses them. The functions are as they were for all other parameters.
     """
-    if unit.topology.shard.size > 1:
+    if unit.topology.shard.size > 1 or any(handle.forms.meshes for handle in unit.handles):
         _have_torch_clip()
         _have_torch_scalers_agree()
         _have_joinable_optimizers_refuse()

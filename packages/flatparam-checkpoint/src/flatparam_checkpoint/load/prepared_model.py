@@ -133,7 +133,7 @@ def prepare_tensors(
     converted: dict[str, torch.dtype] = {}
     problems: list[str] = []
     missing, unexpected = [*missing], [*unexpected]
-    for tensor in model_tensors(model):
+    for tensor in model_tensors(model, on_meshes=True):
         found = _paths(reader, tensor, at)
         used.update(found)
         if not found:

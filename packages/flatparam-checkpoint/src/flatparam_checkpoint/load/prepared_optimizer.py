@@ -14,7 +14,7 @@ from flatparam_checkpoint.load.prepared_model import read_part
 from flatparam_files import CheckpointError, CheckpointReader, join_path, split_path
 from flatparam_runtime import COUNTERS, ParamSpec, Span
 from flatparam_state.forms.deferred import LazyTensor, LazyValue
-from flatparam_state.model_tensors import model_tensors
+from flatparam_state.model_tensors import ModelTensor, model_tensors
 from flatparam_state.optimizer import AsItIs, Holding, PerRank, load_optimizer_state
 
 
@@ -86,7 +86,8 @@ def prepare_optimizer(
 
 def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
     """An optimizer's state by the names that its parameters have in the model now, to be read when it is needed."""
-    name_now = _names_now(reader, model)
+    tensors = {name: tensor for tensor in model_tensors(model, on_meshes=True) for name in tensor.names}
+    name_now = _names_now(reader, {name: tensor.name for name, tensor in tensors.items()})
     prefix, tree = (*at, "state"), _tree(reader, at)
     state: dict[str, dict[str, Any]] = {}
 
@@ -96,7 +97,8 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
             state.setdefault(name_now(parts[-2]), {})[parts[-1]] = value
 
     for path, record in reader.manifest.tensors.items():
-        stored = SavedTensor(reader, path)
+        *_, fqn, _ = ("", *split_path(path))
+        stored = SavedTensor(reader, path, tensors.get(name_now(fqn)))
         note(path, AsItIs(stored) if record.whole else stored)
     for path, of_ranks in reader.manifest.per_rank.items():
         note(
@@ -145,9 +147,8 @@ def _tree(reader: CheckpointReader, at: tuple[str, ...]) -> dict[str, Any]:
     return tree
 
 
-def _names_now(reader: CheckpointReader, model: nn.Module) -> Callable[[str], str]:
+def _names_now(reader: CheckpointReader, now: Mapping[str, str]) -> Callable[[str], str]:
     """From a name of a parameter when it was saved, to the first name that it has in the model; else as it was."""
-    now = {name: tensor.name for tensor in model_tensors(model) for name in tensor.names}
     aliases: dict[str, list[str]] = {}
     for alias, path in reader.manifest.aliases.items():
         aliases.setdefault(path, []).append(split_path(alias)[-1])
@@ -179,11 +180,14 @@ class SavedValue(LazyValue):
 class SavedTensor(LazyTensor):
     """A tensor of a checkpoint."""
 
-    def __init__(self, reader: CheckpointReader, path: str) -> None:
-        """Read nothing yet of the tensor that is at `path` in the checkpoint."""
+    def __init__(self, reader: CheckpointReader, path: str, of: ModelTensor | None = None) -> None:
+        """Read nothing yet of the tensor that is at `path` in the checkpoint, shaped like the parameter `of`."""
         info = reader.record(path).info
         self.shape, self.dtype = info.shape, info.dtype
-        self._reader, self._path = reader, path
+        self._reader, self._path, self._of = reader, path, of
+        if of is not None and of.part_shape is not None and info.shape == of.shape:
+            # The optimizer holds a state of that part.
+            self.shape = of.part_shape
 
     def whole(self) -> Tensor:
         """Read all of the tensor, in its shape."""
@@ -191,4 +195,6 @@ class SavedTensor(LazyTensor):
 
     def part(self, spec: ParamSpec, span: Span) -> Tensor:
         """Read the elements `span` in the memory order of `spec`, and only the blocks that they are in."""
-        return read_part(self._reader, self._path, spec.stride, span, self.dtype)
+        if self._of is None or self._of.part_shape is None:
+            return read_part(self._reader, self._path, spec.stride, span, self.dtype)
+        return read_part(self._reader, self._path, self._of.stride, span.shifted(self._of.offset), self.dtype)

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
 
 
-def share_of(span: Span, place: Place) -> Span:
-    """Return the part of `span` that this rank writes: of equal copies, each replica writes as much."""
-    replicate = place.unit.topology.replicate
+def share_of(tensor: ModelTensor, place: Place) -> Span:
+    """Return the part of `tensor.span` that this rank writes: of equal copies, each replica writes as much."""
+    span, replicate = tensor.span, place.unit.topology.replicate
+    if tensor.is_copy:
+        return Span(span.start, span.start)
     if replicate is None:
         return span
     begin, end = (
@@ -56,10 +58,10 @@ def add_averages(averages: ShardedEMA, at: tuple[str, ...], rank: int, contribut
 
 
 def _add_tensors(model: nn.Module, at: tuple[str, ...], rank: int, contribution: Contribution) -> None:
-    for tensor in model_tensors(model):
+    for tensor in model_tensors(model, on_meshes=True):
         path = join_path((*at, tensor.name))
         if tensor.place is not None:
-            share = share_of(tensor.span, tensor.place)
+            share = share_of(tensor, tensor.place)
             part = tensor.local[share.relative_to(tensor.span.start).as_slice()]
             contribution.pieces.append(OwnedPiece(path, record_of(tensor), share, part))
         elif rank == 0:
@@ -91,7 +93,7 @@ def add_optimizer(
     Raises:
         FlatParamError: if a parameter is not the model's, or a state is something that cannot be saved.
     """
-    tensors = {name: tensor for tensor in model_tensors(model) for name in tensor.names}
+    tensors = {name: tensor for tensor in model_tensors(model, on_meshes=True) for name in tensor.names}
     adding = _Adding((*at, "state"), rank, contribution, tensors)
     holding = Holding.of(model, optimizer)
     states = {item: spread_out(optimizer.state.get(item.parameter, {})) for item in holding.items}
@@ -122,7 +124,9 @@ class _Adding:
             replicate = None if item.place is None else item.place.unit.topology.replicate
             if item.is_cut(name, value) and (value.dim() > 0 or name not in COUNTERS):
                 self._add_shaped(item, name, value.detach())
-            elif replicate is None or replicate.rank == 0 or item.is_kept_once(name):
+            elif item.is_kept_once(name) or (
+                (replicate is None or replicate.rank == 0) and not self._tensors[item.fqns[0]].is_copy
+            ):
                 self._add_rank_value(item, name, value)
 
     def _add_shaped(self, item: Held, name: str, value: Tensor) -> None:
@@ -136,8 +140,8 @@ class _Adding:
         for fqn, index in zip(item.fqns, item.indices, strict=True):
             fragment = handle.layout.fragment(index, handle.rank)
             mine = flat[fragment.in_shard.as_slice()] if item.is_flat else flat
-            share = share_of(fragment.in_param, item.place)
-            part = mine[share.relative_to(fragment.in_param.start).as_slice()]
+            share = share_of(self._tensors[fqn], item.place)
+            part = mine[share.relative_to(self._tensors[fqn].span.start).as_slice()]
             record = record_of(self._tensors[fqn], value.dtype)
             self._piece(join_path((*self._at, fqn, name)), record, share, part)
 

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flatparam
 from flatparam.in_place.module import class_for
 from flatparam_clients.names import FSDP, STATE_FUNCTIONS
-from flatparam_clients.second_door.faces import DTensorFaces
+from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter
 from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
 from flatparam_clients.second_door.presented import PresentedModule, routed
 from flatparam_comm import ProcessGroupCollectives
-from flatparam_core import CHUNK, LayoutRule
+from flatparam_core import CHUNK, FlatParamError, LayoutRule
 from flatparam_runtime import unit_of
 
 _CALLS: Final = itertools.count(1)
@@ -116,6 +116,11 @@ def _check_dimensions(modules: list[nn.Module], ignored: set[nn.Parameter]) -> N
             if not parameter.dim() and parameter not in ignored:
                 raise ValueError(
                     f"fully_shard: {name!r} has no dimension to cut: give it shape (1,), or list it in ignored_params"
+                )
+            if hasattr(parameter, "device_mesh") and not isinstance(parameter, ShardedParameter):
+                raise FlatParamError(
+                    f"fully_shard: {name!r} is a DTensor of tensor parallelism, and would be shown as one of data "
+                    "parallelism alone: call flatparam.fully_shard, or leave torch's fully_shard as it is"
                 )
 
 

@@ -74,7 +74,7 @@ class Sums(Protocol):
 
     def norm(
         self,
-        sharded: Mapping[Collectives, Sequence[Tensor]],
+        sharded: Mapping[Collectives | tuple[Collectives, ...], Sequence[Tensor]],
         whole: Sequence[Tensor],
         norm_type: float,
         device: torch.device,
@@ -255,9 +255,7 @@ class Reducer:
             return Averaging(after=float(replicas))
         # A hook for the sum over copies averages over them.
         size = topology.shard.size if hooks.all_reduce is not None else self._ranks
-        factor = float(size)
-        if self.divide_factor is not None:
-            factor = self.divide_factor * size / self._ranks
+        factor = float(size) if self.divide_factor is None else self.divide_factor * size / self._ranks
         dtypes = frozenset([handle.gradients.dtype for handle in handles])
         device = handles[0].device if handles else torch.device("cpu")
         # Chunks are cut out of the gradients by the call that collects them.
@@ -426,6 +424,8 @@ class Reduction:
         for part in self._parts:
             if part.pending is not None:
                 part.pending.wait()
+            if part.handle.forms.meshes is not None:
+                part.handle.forms.meshes.complete(part.handle, part.output, label=self._label)
             settled.append(self._averaged(part, divides))
         return settled
 

@@ -255,6 +255,8 @@ class FullForms:
     kinds: tuple[type[nn.Parameter], ...] = ()
     """For each parameter, the class of what modules show; if there is none, it is `nn.Parameter` for all."""
     _has_presenters: bool = attrs.field(init=False)
+    meshes: Any = attrs.field(init=False)
+    """What presenters share of meshes beside data parallelism, if any: `UnitMeshes` of the add-on flatparam-meshes."""
     _computed: torch.dtype = attrs.field(init=False)
     """The dtype of computation, unless somebody asks for full precision."""
     current: FullForm = attrs.field()
@@ -275,6 +277,10 @@ class FullForms:
     @_has_presenters.default
     def _look_for_presenters(self) -> bool:
         return any(PRESENTER in noted for noted in self.attributes)
+
+    @meshes.default
+    def _look_for_meshes(self) -> Any:
+        return next(filter(None, (getattr(n.get(PRESENTER), "meshes", None) for n in self.attributes)), None)
 
     @current.default
     def _in_compute_dtype(self) -> FullForm:

@@ -87,15 +87,15 @@ class NonfiniteGuard:
                 self._computed.append((unit, handle, found))
 
     def look(self, units: Iterable[Acting], held: Iterable[Tensor]) -> bool:
-        """Return whether a gradient of this rank's shards, or one of `held`, is not finite; waits for a device."""
-        given = [
-            parameter.grad
-            for unit in units
-            for handle in unit.handles
-            for parameter in handle.exposure.parameters()
-            if parameter.grad is not None
-        ]
-        return not all(_are_finite(_extremes(each)) for each in (*given, *held))
+        """Return whether a gradient of this rank's shards, or one of `held`, is not finite; waits for a device.
+
+        The ranks of tensor parallelism agree.
+        """
+        handles = [handle for unit in units for handle in unit.handles]
+        given = [p.grad for handle in handles for p in handle.exposure.parameters() if p.grad is not None]
+        found = not all(_are_finite(_extremes(each)) for each in (*given, *held))
+        meshes = next(filter(None, (handle.forms.meshes for handle in handles)), None)
+        return found if meshes is None else bool(meshes.agree(handles, found))
 
     def judge(self, units: Sequence[Acting], found: bool) -> None:
         """Take the ranks' verdict over the pass that ends; `found` is the same on all of them.

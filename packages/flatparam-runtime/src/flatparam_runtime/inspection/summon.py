@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import Self
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
 from flatparam_runtime.inspection.summoned import Wishes
+from flatparam_runtime.optimizers.clip import grad_parts
 from flatparam_runtime.unit import Phase, Unit, unit_of, units_in
 
 
@@ -171,39 +172,44 @@ class _Copy:
     def _show_grads(self, device: torch.device) -> None:
         handle, unit = self.handle, self.unit
         local = _grad_shard(handle)
-        flags = bytes(part is not None for part in _grad_parts(handle))
+        flags = bytes(part is not None for part in grad_parts(handle))
         everyone = unit.topology.shard.exchange(flags, label=f"gradients of {unit.name}")
         has_grad = [any(column) for column in zip(*everyone, strict=True)]
         if not any(has_grad):
             return
         self.grads = gather_full(unit, handle, local).to(device)
-        views = full_views(handle, self.grads)
-        for parameter, view, there in zip(self.parameters, views, has_grad, strict=True):
+        views, meshes = full_views(handle, self.grads), handle.forms.meshes
+        for index, (parameter, there) in enumerate(zip(self.parameters, has_grad, strict=True)):
             if there:
-                parameter.grad_dtype = view.dtype
-                parameter.grad = view
+                parameter.grad_dtype = self.grads.dtype
+                parameter.grad = views[index] if meshes is None else meshes.shown(handle, index, views[index])
 
     def write_back(self) -> None:
         """Copy this rank's part of the changes to its shard, and to its gradients."""
-        for parameter, view in zip(self.parameters, full_views(self.handle, self.full), strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
+        for index, view in enumerate(full_views(self.handle, self.full)):
+            self._take(index, self.parameters[index].detach(), view)
         own = self._own_part(self.full)
         # A copy of equal values would count as a change.
         if not torch.equal(own, self.handle.flat_param.detach()):
             self.handle.flat_param.detach().copy_(own)
         if self.grads is None:
             return
-        for parameter, view in zip(self.parameters, full_views(self.handle, self.grads), strict=True):
-            if parameter.grad is None:
+        for index, view in enumerate(full_views(self.handle, self.grads)):
+            gradient = self.parameters[index].grad
+            if gradient is None:
                 view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
+            else:
+                self._take(index, gradient, view)
         own = self._own_part(self.grads)
         fragments = list(self.handle.layout.fragments(self.handle.rank))
-        for part, fragment in zip(_grad_parts(self.handle), fragments, strict=True):
+        for part, fragment in zip(grad_parts(self.handle), fragments, strict=True):
             if part is not None:
                 part.view(-1).copy_(own[fragment.in_shard.as_slice()])
+
+    def _take(self, index: int, shown: Tensor, view: Tensor) -> None:
+        found: Any = shown if self.handle.forms.meshes is None else self.handle.flattened(index, shown)
+        if found.data_ptr() != view.data_ptr():
+            view.copy_(found)
 
     def _own_part(self, full: Tensor) -> Tensor:
         if self.rank0_only:
@@ -213,21 +219,11 @@ class _Copy:
         return self.handle.layout.shard_of(full, self.handle.rank).to(self.handle.flat_param.device)
 
 
-def _grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
-    """Return this rank's part of each parameter's gradient, as views of `.grad`; `None` for a parameter without one."""
-    parameters = handle.exposure.parameters()
-    if parameters[0] is not handle.flat_param:
-        return [None if parameter.grad is None else parameter.grad for parameter in parameters]
-    grad = handle.flat_param.grad
-    fragments = handle.layout.fragments(handle.rank)
-    return [None if grad is None else grad[fragment.in_shard.as_slice()] for fragment in fragments]
-
-
 def _grad_shard(handle: FlatParamHandle) -> Tensor:
     """Return the gradients laid out as a shard, with zeros for parameters without a gradient."""
     dtype = handle.precision.grad(handle.layout.dtype)
     shard = torch.zeros(handle.flat_param.numel(), dtype=dtype, device=handle.flat_param.device)
-    for part, fragment in zip(_grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):
+    for part, fragment in zip(grad_parts(handle), handle.layout.fragments(handle.rank), strict=True):
         if part is not None:
             shard[fragment.in_shard.as_slice()].copy_(part.reshape(-1))
     return shard

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import Collectives, FlatParameter, ReduceOp, streams_of
+from flatparam_comm import Collectives, FlatParamHandle, ReduceOp, streams_of
 from flatparam_runtime.agreement.divergence import note_between_passes
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
-from flatparam_runtime.unit import Unit, units_in
+from flatparam_runtime.unit import Unit, device_of, units_in
 
+Groups: TypeAlias = Collectives | tuple[Collectives, ...]
 #: The gradients of a rank, and the ranks, that the error of a norm names.
 _TOLD: Final = 3
 
@@ -30,7 +31,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
 
-    A sharded gradient counts with the parts of all ranks, any other once. The local norms are computed in fp32.
+    A sharded gradient counts with the parts of all ranks, also those of tensor parallelism; any other counts once. The
+    local norms are computed in fp32.
 
     Args:
         error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
@@ -44,14 +46,13 @@ def clip_grad_norm_(
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
         ValueError: if `norm_type` is 0 or not a number.
     """
-    sharded = _sharded_gradients(module)
-    known = {id(g) for gradients in sharded.values() for g in gradients}
+    units = units_in(module)
+    handles = [handle for unit in units for handle in unit.handles]
+    known = {id(p.grad) for handle in handles for p in handle.exposure.parameters()}
     whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
-    everything = [g for gradients in sharded.values() for g in gradients] + whole
-    if norm_type < 0:
-        # A zero of the padding would make a norm of negative order zero.
-        sharded = {group: list(_without_padding(module, group)) for group in sharded}
-    if not everything and any(parameter.numel() for parameter in module.parameters()):
+    # A zero of the padding would make a norm of negative order zero.
+    sharded = _sharded_gradients(units, padded=norm_type > 0)
+    if not (whole or any(sharded.values())) and any(parameter.numel() for parameter in module.parameters()):
         warnings.warn(
             "clip_grad_norm_ found no gradient on this rank: call it after backward() and before zero_grad(); the norm "
             "is that of the other ranks, or zero",
@@ -62,13 +63,13 @@ def clip_grad_norm_(
         whole,
         max_norm,
         norm_type,
-        device=_device(module),
+        device=device_of(units) if handles else next((g.device for g in whole), torch.device("cpu")),
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         blame=functools.partial(_blame, module),
-        units=units_in(module),
+        units=units,
     )
-    trained = (handle for unit in units_in(module) for handle in unit.trainable)
+    trained = (handle for unit in units for handle in unit.trainable)
     found = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
     # The norm of complex numbers is a real one.
     dtypes = [each.to_real() for each in found]
@@ -77,7 +78,7 @@ def clip_grad_norm_(
 
 
 def clip_gradients_(
-    sharded: Mapping[Collectives, Sequence[Tensor]],
+    sharded: Mapping[Groups, Sequence[Tensor]],
     whole: Sequence[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
@@ -91,8 +92,8 @@ def clip_gradients_(
     """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
 
     Args:
-        sharded: this rank's parts of gradients, by the group over which they are sharded; every rank passes the same
-            groups in the same order, also if it has no part.
+        sharded: this rank's parts of gradients, by the group, or the groups, over which they are spread; every rank
+            passes the same groups in the same order, also if it has no part. Each group is asked once.
         whole: the other gradients; each counts once.
         device: the device on which the norms of the ranks are added up, which the groups reach.
         error_if_nonfinite: see `clip_grad_norm_`.
@@ -116,10 +117,9 @@ def clip_gradients_(
     if sums is not None and not math.isinf(norm_type):
         total = sums.norm(sharded, whole, norm_type, device)
     else:
-        parts = [_norm(whole, norm_type, device)]
-        for group, gradients in sharded.items():
-            parts.append(_across(group, _norm(gradients, norm_type, device), norm_type))
-        total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        parts = {over: _norm(gradients, norm_type, device) for over, gradients in sharded.items()}
+        known = [_norm(whole, norm_type, device), *_across_groups(parts, norm_type)]
+        total = torch.linalg.vector_norm(torch.stack(known), norm_type)
     if any(handle.is_offloaded for unit in units for handle in unit.handles):
         # Where the gradients are, as in FSDP1: the host has to wait for the factor in any case.
         total = total.cpu()
@@ -166,37 +166,30 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) ->
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
-def _sharded_gradients(module: nn.Module) -> dict[Collectives, list[Tensor]]:
-    by_group: dict[Collectives, list[Tensor]] = {}
-    for unit in units_in(module):
-        gradients = by_group.setdefault(unit.topology.shard, [])
+def _sharded_gradients(units: Sequence[Unit], *, padded: bool) -> dict[Groups, list[Tensor]]:
+    """Return the gradients of this rank by the groups over which they are spread; with `padded`, flat ones in one."""
+    found: dict[Groups, list[Tensor]] = {}
+    for unit in units:
         for handle in unit.handles:
-            gradients.extend(p.grad for p in handle.exposure.parameters() if p.grad is not None)
-    return by_group
+            shard, meshes = unit.topology.shard, handle.forms.meshes
+            if meshes is None:
+                parts = [p.grad for p in handle.exposure.parameters()] if padded else grad_parts(handle)
+                pairs: Any = [((), part) for part in parts]
+            else:
+                pairs = meshes.gradients(handle.exposure.parameters(), padded=padded)
+            for others, part in pairs:
+                found.setdefault((shard, *others), []).extend(() if part is None else (part,))
+    return found
 
 
-def _without_padding(module: nn.Module, group: Collectives) -> Iterator[Tensor]:
-    """Yield the gradients that are sharded over `group`, those of flat parameters in pieces."""
-    for unit in units_in(module):
-        for handle in unit.handles if unit.topology.shard == group else ():
-            for parameter in handle.exposure.parameters():
-                if parameter.grad is None:
-                    continue
-                if not isinstance(parameter, FlatParameter):
-                    yield parameter.grad
-                    continue
-                for fragment in handle.layout.fragments(handle.rank):
-                    yield parameter.grad[fragment.in_shard.as_slice()]
-
-
-def _device(module: nn.Module) -> torch.device:
-    """The device on which the ranks' norms are added up: that on which units compute, which their groups reach."""
-    for unit in units_in(module):
-        if unit.handles:
-            return unit.device
-    for parameter in module.parameters():
-        return parameter.device
-    return torch.device("cpu")
+def grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
+    """Return this rank's part of each parameter's gradient, as views of `.grad`; `None` for a parameter without one."""
+    parameters = handle.exposure.parameters()
+    if parameters[0] is not handle.flat_param:
+        return [None if parameter.grad is None else parameter.grad for parameter in parameters]
+    grad = handle.flat_param.grad
+    fragments = handle.layout.fragments(handle.rank)
+    return [None if grad is None else grad[fragment.in_shard.as_slice()] for fragment in fragments]
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -218,6 +211,18 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
         together = torch.stack([norm.to(device, torch.float32) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
+
+
+def _across_groups(parts: Mapping[Groups, Tensor], norm_type: float) -> Sequence[Tensor]:
+    """Combine the ranks' norms of their parts to the norms of the whole: one exchange for each group."""
+    over = [groups if isinstance(groups, tuple) else (groups,) for groups in parts]
+    norms = list(parts.values())
+    for group in dict.fromkeys(group for groups in over for group in groups):
+        asked = [number for number, groups in enumerate(over) if group in groups]
+        combined = _across(group, torch.stack([norms[number] for number in asked]), norm_type)
+        for number, norm in zip(asked, combined.unbind(), strict=True):
+            norms[number] = norm
+    return norms
 
 
 def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:

@@ -190,9 +190,7 @@ class Unit:
             return
         if self.showing.away:
             self.showing.check_here(self.name, self.topology.rank)
-        nbytes = 0
-        for handle in self.handles:
-            nbytes += handle.full_nbytes(full_precision=full_precision)
+        nbytes = sum([handle.full_nbytes(full_precision=full_precision) for handle in self.handles])
         self.observers.tell(self, "unshard", nbytes)
         self.gather = Gather.issue(
             self.handles,

@@ -1,9 +1,7 @@
 """Parameters of tensor classes that cannot be flattened: what is flattened instead, and what modules see of it.
 
-Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`: such a
-tensor has no memory of its own, and is made of inner tensors of different dtypes (numbers, scales, zero points). And
-`DTensor`: with FSDP over one dimension of a mesh and tensor parallelism over another, a parameter is the part of a
-`DTensor` that this rank holds. That part is flattened and sharded; modules see a `DTensor` again.
+Quantised weights of torchao and the like are flattened as the bytes that they are made of, see `WrapperRecipe`. Of a
+`DTensor`, the part that this rank holds is flattened and sharded; the add-on flatparam-meshes shows modules the whole.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from typing_extensions import Self, override
+from typing_extensions import Self
 
+from flatparam.addons import load
 from flatparam.resolving.parameters import Ignored
 from flatparam.sharding.placement import bound_parameters
 from flatparam_comm import FlatParamError, ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, BoundParameter, owner_of
-from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_dtensor
 from flatparam_state.places import Place
 
 _PLAIN: Final = (nn.Parameter, nn.Buffer, Tensor)
@@ -43,6 +42,7 @@ def needs_extensions(tensors: Iterable[Tensor]) -> bool:
 
 def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
     """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
+    presenters: list[Any] = []
     for b in bound_parameters(module, ignored):
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
@@ -57,18 +57,23 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
             {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
         )
         setattr(parameter, PRESENTER, present)
+        presenters.append(present)
         for info in b.infos:
             setattr(info.module, info.param_name, parameter)
+    if any(hasattr(each, "meshes") for each in presenters):
+        load("flatparam_meshes").UnitMeshes.join(presenters)
 
 
 def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """The tensor to flatten in the parameter's place, and what makes what modules see of it; `None` if it stays."""
-    for extensions in (_extensions, DTensorExtensions() if torch.distributed.is_available() else None):
-        if extensions is None:
-            continue
-        plain, facts = extensions.pre_flatten_transform(b.parameter)
+    if _extensions is not None:
+        plain, facts = _extensions.pre_flatten_transform(b.parameter)
         if plain is not b.parameter:
-            return plain, functools.partial(extensions.post_unflatten_transform, param_extension=facts)
+            made = functools.partial(_extensions.post_unflatten_transform, param_extension=facts)
+            return plain, facts if hasattr(facts, "meshes") else made
+    if is_dtensor(b.parameter):
+        form = load("flatparam_meshes").MeshForm.of(b.parameter, b.names[0])
+        return form.part(b.parameter), form
     if not is_wrapper(b.parameter):
         return b.parameter, None
     if b.parameter.requires_grad:
@@ -161,35 +166,6 @@ class FSDPExtensions(abc.ABC):
         """Return the tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
         sharded: Any = tensor
         return OWN_CHUNKER.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
-
-
-class DTensorExtensions(FSDPExtensions):
-    """For `DTensor` parameters over a mesh of other ranks than those that FSDP shards over."""
-
-    @override
-    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
-        """Return this rank's local part.
-
-        Raises:
-            ValueError: for a `DTensor` that is a sum still to be made.
-        """
-        # Imported late: torch may have been built without distributed.
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor):
-            return tensor, None
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise ValueError(f"a parameter cannot be a partial DTensor, found one with {tensor.placements}")
-        facts = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        return tensor.to_local(), facts
-
-    @override
-    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
-        """Return the `DTensor` of which `tensor` is the local part; gradients come back to that part."""
-        from torch.distributed.tensor import DTensor
-
-        mesh, placements, shape, stride = param_extension
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 _ALIGNMENT: Final = 16

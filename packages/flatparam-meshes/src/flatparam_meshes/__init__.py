@@ -1,0 +1,9 @@
+"""Parameters on meshes beside that of data parallelism: tensor parallelism, and experts."""
+
+from flatparam_meshes.experts import hold_experts
+from flatparam_meshes.form import DTensorExtensions, MeshForm
+from flatparam_meshes.unit_meshes import UnitMeshes
+
+__version__ = "0.1.0"
+
+__all__ = ["DTensorExtensions", "MeshForm", "UnitMeshes", "hold_experts"]

@@ -1,0 +1,107 @@
+"""Experts: units over some of the model's ranks, of which the others hold different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from flatparam_comm import (
+    Collectives,
+    FlatParamError,
+    Topology,
+    process_group_of,
+    resolve_topology,
+)
+from flatparam_meshes.unit_meshes import UnitMeshes
+from flatparam_runtime import Unit, units_in
+
+_LABEL: Final = "experts"
+
+
+def hold_experts(model: nn.Module) -> int:
+    """Have the units of `model` that are over some of its ranks hold experts: the other ranks hold different ones.
+
+    Such a unit was sharded over a smaller group or mesh than the model (`process_group`, `device_mesh`, `mesh`). Its
+    ranks compute with tokens of all ranks, which the model sends to them. So:
+
+    * The sum of its gradients is divided by the number of all data-parallel ranks of the model, as that of the
+      others. By default, as in FSDP1 and FSDP2, it is divided by the number of the unit's own ranks.
+    * `clip_grad_norm_`, loss scalers and `nonfinite` count the experts of all ranks.
+
+    Every rank calls it once, after the model is sharded and before it is trained. A divisor of the user's
+    (`set_gradient_divide_factor`) stays.
+
+    Returns:
+        The number of units that hold experts.
+
+    Raises:
+        FlatParamError: if `model` is not sharded, or the ranks of such units do not cut those of the model into groups
+            of one size; on every rank, naming the unit.
+    """
+    units = units_in(model)
+    if not units:
+        raise FlatParamError(
+            f"hold_experts: this {type(model).__name__} is not sharded; call it with the outermost module that is"
+        )
+    ranks, size = units[0].topology, units[0].topology.data_parallel_size
+    around = _members(ranks)
+    across: dict[tuple[tuple[int, ...], ...], Collectives] = {}
+    held = 0
+    for unit in units:
+        if unit.topology.data_parallel_size == size:
+            continue
+        held += 1
+        groups = _groups_of_ranks(unit, ranks)
+        if groups not in across:
+            across[groups] = _across(groups, ranks)
+        if unit.reducer.divide_factor is None:
+            unit.reducer.divide_factor = float(size)
+        for handle in unit.handles:
+            meshes = handle.forms.meshes or UnitMeshes(sums_late=False)
+            meshes.experts, meshes.around = across[groups], around
+            handle.forms.meshes = meshes
+    return held
+
+
+def _groups_of_ranks(unit: Unit, ranks: Topology) -> tuple[tuple[int, ...], ...]:
+    """Return, for each set of experts, the numbers of the model's ranks that share it; every rank calls it.
+
+    Raises:
+        FlatParamError: if not every rank is in one of these, or they have different sizes.
+    """
+    mine = tuple(unit.topology.exchange(ranks.rank, label=_LABEL))
+    told = ranks.exchange(mine, label=_LABEL)
+    found = tuple(dict.fromkeys(told))
+    if (
+        sorted(rank for group in found for rank in group) != list(range(len(told)))
+        or len({*map(len, found)}) > 1
+    ):
+        raise FlatParamError(
+            f"hold_experts: unit {unit.name!r}: expected groups of one size that have each of the model's {len(told)} "
+            f"data-parallel ranks once, found {list(found)}; shard the experts over a dimension of a mesh of which the "
+            "model's ranks are two dimensions"
+        )
+    return found
+
+
+def _across(groups: Sequence[Sequence[int]], ranks: Topology) -> Collectives:
+    """Return the ranks that have this rank's place in the other groups; every rank of the model calls it."""
+    base = ranks.shard if ranks.replicate is None else resolve_topology().shard
+    if base.size != ranks.data_parallel_size:
+        raise FlatParamError(
+            f"hold_experts: expected a model over all {base.size} ranks if it has copies, found one over "
+            f"{ranks.data_parallel_size}; shard it over one group, or use one process for each of its ranks"
+        )
+    made = [base.subgroup(list(row)) for row in zip(*groups, strict=True)]
+    return next(group for group in made if group is not None)
+
+
+def _members(ranks: Topology) -> frozenset[int]:
+    """Return the global numbers of the model's data-parallel ranks; none in a world of threads."""
+    own = process_group_of(ranks.group)
+    if own is None:
+        return frozenset()
+    return frozenset(ranks.exchange(torch.distributed.get_rank(), label=_LABEL))

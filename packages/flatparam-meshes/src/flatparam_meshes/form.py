@@ -1,0 +1,281 @@
+"""A parameter that is a `DTensor`: what a unit shards of it, what modules see of that, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import Self, override
+
+from flatparam.sharding.extensions import FSDPExtensions
+from flatparam_comm import Collectives, FlatParamError, ProcessGroupCollectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flatparam_meshes.unit_meshes import UnitMeshes
+
+
+@final
+@attrs.frozen
+class HeldPart:
+    """The part of a `DTensor` that one rank of tensor parallelism holds: an interval of its memory order."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole."""
+    stride: tuple[int, ...]
+    """The strides of the whole, in elements."""
+    offset: int
+    """The elements before the part."""
+    is_copy: bool
+    """Whether a rank before this one holds the same."""
+
+
+@final
+@attrs.define(eq=False)
+class MeshForm:
+    """How one `DTensor` parameter is flattened and shown: the presenter of what this rank holds of it.
+
+    A unit shards the local part over its data-parallel ranks. A module sees a `DTensor` over the full local part, so
+    that plans of tensor parallelism work as before.
+
+    The gradient that autograd gives for the `DTensor` may be a sum still to be made, as that of a norm under sequence
+    parallelism is. This rank's summand is kept, and `UnitMeshes.complete` adds up the summands, in the dtype in which
+    gradients are reduced, once for each reduction. If the gradient has been added up already, one rank contributes it,
+    and the others zeros. So in either case the copies of a parameter get the same bits.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    """The shape of the `DTensor`."""
+    stride: tuple[int, ...]
+    """The strides of the `DTensor`, in elements: the dimension that is cut over ranks has the largest."""
+    meshes: UnitMeshes | None = None
+    """What the forms of a unit share, once all are known."""
+    spread_over: tuple[Collectives, ...] = attrs.field(init=False)
+    """The groups whose ranks hold other parts of the parameter, beside those of data parallelism."""
+    copied_over: tuple[Collectives, ...] = attrs.field(init=False)
+    """The groups whose ranks hold copies of what this rank has of the parameter."""
+    _here: tuple[int, ...] = attrs.field(init=False)
+    """This rank's place along each dimension of the mesh."""
+
+    @_here.default
+    def _find_place(self) -> tuple[int, ...]:
+        found = self.mesh.get_coordinate()
+        return tuple(found or ())
+
+    @classmethod
+    def of(cls, parameter: DTensor, name: str) -> Self:
+        """Return the form of a parameter.
+
+        Raises:
+            FlatParamError: for a sum still to be made, or a mesh without this rank; the message names the parameter.
+        """
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        if any(placement.is_partial() for placement in placements):
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor with {placements}: expected Shard or Replicate, since a parameter "
+                "that is a sum still to be made has no value to train; call redistribute() first"
+            )
+        if parameter.is_meta:
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor on the meta device: expected one with memory, since its module would "
+                "give each part values as if it were the whole; after parallelize_module() call to_empty(), which "
+                "takes memory for this rank's part, give it values, and shard then"
+            )
+        if mesh.get_coordinate() is None:
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor over {mesh}, which this process is not in: shard the module only on "
+                "the ranks of that mesh, or leave it whole (ignored_modules)"
+            )
+        return cls(mesh, placements, parameter.shape, _strides(parameter, placements))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        # A copy of a model is over the same ranks.
+        return self
+
+    # What is flattened, and what modules see
+
+    def part(self, tensor: DTensor) -> Tensor:
+        """Return the local part of `tensor`, laid out so that the dimension that is cut over ranks comes first.
+
+        So the elements of one rank are neighbours in the memory order of the whole tensor, and its part of a shard is
+        one interval of them. A part that is cut along dimension 0, or not at all, is returned as it is.
+        """
+        local = tensor.to_local()
+        cut = _cut_dimension(self.placements)
+        if not cut:
+            return local
+        return local.movedim(cut, 0).contiguous().movedim(0, cut)
+
+    def __call__(self, local: Tensor) -> DTensor:
+        """Return what modules see: the `DTensor` over `local`, of any dtype; the gradient comes back to `local`."""
+        shown: DTensor = _Shown.apply(local, self)  # type: ignore[no-untyped-call]  # torch's
+        return shown
+
+    def over(self, local: Tensor) -> DTensor:
+        """Return the `DTensor` over `local`, outside of autograd."""
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def flattened(self, shown: object) -> object:
+        """Return the local part of a tensor like the one that modules see; anything else as it is."""
+        if not isinstance(shown, DTensor) or shown.device_mesh != self.mesh or shown.shape != self.shape:
+            return shown
+        if tuple(shown.placements) != self.placements:
+            shown = shown.redistribute(placements=self.placements)
+        return shown.to_local()
+
+    # Where it lies
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Return whether this rank is the first of those that hold copies."""
+        return not any(
+            place
+            for place, placement in zip(self._here, self.placements, strict=True)
+            if placement.is_replicate()
+        )
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether every rank holds as many elements."""
+        sizes = list(self.shape)
+        for dimension, placement in enumerate(self.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is None:
+                continue
+            if sizes[dim] % self.mesh.size(dimension):
+                return False
+            sizes[dim] //= self.mesh.size(dimension)
+        return True
+
+    def held(self, name: str) -> HeldPart:
+        """Return where in the `DTensor` this rank's part lies, for files.
+
+        Raises:
+            FlatParamError: if it is cut along several dimensions, so that the part is no interval; it names `name`.
+        """
+        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
+        if len(cut) > 1 or None in cut:
+            raise FlatParamError(
+                f"parameter {name!r} is a DTensor with {self.placements}: a directory has intervals of a tensor, so "
+                "that it can be cut along one dimension only; save what "
+                "flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
+            )
+        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        offset = sum(start * step for start, step in zip(offsets, self.stride, strict=True))
+        return HeldPart(tuple(self.shape), self.stride, offset, not self.is_first_copy)
+
+    @spread_over.default
+    def _find_parts(self) -> tuple[Collectives, ...]:
+        return self._groups(copies=False)
+
+    @copied_over.default
+    def _find_copies(self) -> tuple[Collectives, ...]:
+        return self._groups(copies=True)
+
+    def _groups(self, *, copies: bool) -> tuple[Collectives, ...]:
+        return tuple(
+            ProcessGroupCollectives(self.mesh.get_group(dimension))
+            for dimension, placement in enumerate(self.placements)
+            if placement.is_replicate() is copies and self.mesh.size(dimension) > 1
+        )
+
+    # Its gradient
+
+    def local_gradient(self, gradient: DTensor) -> Tensor:
+        """Return what this rank collects of a gradient that autograd has computed: the shape of the local part.
+
+        With `UnitMeshes.sums_late`, the sum over the copies of these is the gradient.
+        """
+        late = self.meshes is not None and self.meshes.sums_late
+        target: list[Placement] = []
+        is_silent = False
+        for place, wanted, found in zip(self._here, self.placements, gradient.placements, strict=True):
+            is_summand = late and wanted.is_replicate()
+            if is_summand and found.is_partial("sum"):
+                target.append(found)
+                continue
+            target.append(wanted)
+            # One rank contributes a gradient that all of them know.
+            is_silent = is_silent or (is_summand and place != 0)
+        if tuple(target) != tuple(gradient.placements):
+            gradient = _redistributed(gradient, target)
+        local = _arrived(gradient.to_local())
+        return torch.zeros_like(local) if is_silent else local
+
+
+class _Shown(torch.autograd.Function):
+    """From the full local part to the `DTensor` that modules see, and back for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, form: MeshForm) -> DTensor:
+        ctx.form = form
+        return form.over(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, None]:
+        # A module may have asked for a gradient of a different kind.
+        if not isinstance(gradient, DTensor):
+            return gradient, None
+        return ctx.form.local_gradient(gradient), None
+
+
+def _redistributed(gradient: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Return the gradient with these placements; what is added up on the way is added up in fp32 at least."""
+    wide: Any = gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    found: DTensor = wide.redistribute(placements=placements).to(gradient.dtype)
+    return found
+
+
+def _arrived(local: Tensor) -> Tensor:
+    """Wait for what is still on its way."""
+    wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+def _cut_dimension(placements: Sequence[Placement]) -> int:
+    """Return the dimension of the tensor that is cut over ranks, if it is one alone; otherwise 0."""
+    cut = {getattr(placement, "dim", None) for placement in placements if not placement.is_replicate()}
+    found = cut.pop() if len(cut) == 1 else None
+    return 0 if found is None else int(found)
+
+
+def _strides(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return the strides of the whole tensor if the dimension that is cut comes first in memory."""
+    cut = _cut_dimension(placements)
+    if not cut:
+        return tuple(parameter.stride())
+    order = [cut, *(dimension for dimension in range(parameter.dim()) if dimension != cut)]
+    strides, step = [0] * parameter.dim(), 1
+    for dimension in reversed(order):
+        strides[dimension], step = step, step * max(parameter.shape[dimension], 1)
+    return tuple(strides)
+
+
+class DTensorExtensions(FSDPExtensions):
+    """An extension for `DTensor` parameters over a mesh of other ranks than those that FSDP shards over."""
+
+    @override
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        """Return this rank's local part, and its form; raise `FlatParamError` for a sum still to be made."""
+        if not isinstance(tensor, DTensor):
+            return tensor, None
+        form = MeshForm.of(tensor, "(of an extension)")
+        return form.part(tensor), form
+
+    @override
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        """Return the `DTensor` of which `tensor` is the local part; gradients come back to that part."""
+        shown: Tensor = param_extension(tensor)
+        return shown

@@ -1,0 +1,155 @@
+"""What the parameters of one unit that are `DTensor`s share: their gradients are completed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+import attrs
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from flatparam_comm import Collectives, FlatParamHandle, ReduceOp, process_group_of
+from flatparam_core import PRESENTER, FlatParameter, handle_of, owner_of
+from flatparam_meshes.form import MeshForm
+
+
+@final
+@attrs.define(eq=False)
+class UnitMeshes:
+    """The meshes that the parameters of a unit are on, beside that of data parallelism.
+
+    A layer that reduces gradients, or asks all ranks about them, finds it at `FullForms.meshes` of a flat parameter.
+    """
+
+    sums_late: bool
+    """Whether gradients of copies are added up once they are reduced over the data-parallel ranks.
+
+    It takes shards that are cut alike on all ranks of tensor parallelism, that is, parts of one size. Otherwise each
+    gradient is added up when autograd has computed it.
+    """
+    experts: Collectives | None = None
+    """The ranks that hold other experts in the place of these, if the unit holds some; see `hold_experts`."""
+    around: frozenset[int] = frozenset()
+    """The global numbers of the model's data-parallel ranks, if the unit holds experts."""
+
+    @classmethod
+    def join(cls, presenters: Sequence[object]) -> Self:
+        """Return what the forms among `presenters`, those of one unit, share from now on."""
+        forms = [each for each in presenters if isinstance(each, MeshForm)]
+        meshes = cls(all(form.is_even for form in forms))
+        for form in forms:
+            form.meshes = meshes
+        return meshes
+
+    def complete(self, handle: FlatParamHandle, gradient: Tensor, *, label: str = "") -> None:
+        """Add up, over the ranks that hold copies of parameters, a gradient that is reduced over the others.
+
+        Every rank that holds part of the unit calls it, in the order of reductions.
+
+        Args:
+            handle: a flat parameter of the unit.
+            gradient: this rank's shard of its gradient, 1-D, `layout.shard_numel` elements, in the dtype of the
+                reduction; changed in place.
+        """
+        if not self.sums_late:
+            return
+        parts: dict[tuple[Collectives, ...], list[Tensor]] = {}
+        for index, form in _forms_of(handle):
+            span = handle.layout.fragment(index, handle.rank).in_shard
+            groups = form.copied_over
+            if groups and span.numel:
+                parts.setdefault(groups, []).append(gradient[span.as_slice()])
+        for groups, pieces in parts.items():
+            # One collective for all parameters of the unit.
+            together = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for group in groups:
+                group.all_reduce(together, label=label).wait()
+            if len(pieces) > 1:
+                torch._foreach_copy_(pieces, torch.split(together, [piece.numel() for piece in pieces]))
+
+    def gradients(
+        self, parameters: Iterable[nn.Parameter], *, padded: bool = True
+    ) -> Iterator[tuple[tuple[Collectives, ...], Tensor | None]]:
+        """Yield the gradients of `parameters`, each with the groups whose ranks hold other parts of it.
+
+        The groups are those beside data parallelism. The gradient of a flat parameter is yielded in pieces, as views,
+        if its parameters differ in that.
+
+        Args:
+            parameters: those of the unit that optimizers hold, in one order on every rank.
+            padded: the gradient of a flat parameter may contain its padding, which is zero.
+        """
+        for parameter in parameters:
+            grad = parameter.grad
+            if not isinstance(parameter, FlatParameter):
+                owner = owner_of(parameter)
+                assert owner is not None, "the unit holds it"
+                yield self._spread_over(owner[0])[owner[1]], grad
+                continue
+            handle = handle_of(parameter)
+            assert handle is not None, "the unit holds it"
+            over = self._spread_over(handle)
+            if padded and len({*over}) == 1:
+                yield over[0], grad
+                continue
+            for groups, fragment in zip(over, handle.layout.fragments(handle.rank), strict=True):
+                yield groups, None if grad is None else grad[fragment.in_shard.as_slice()]
+
+    def form(self, handle: FlatParamHandle, index: int) -> MeshForm | None:
+        """Return the form of parameter `index`; `None` if it is no `DTensor`."""
+        found = _presenters_of(handle)[index]
+        return found if isinstance(found, MeshForm) else None
+
+    def shown(self, handle: FlatParamHandle, index: int, full: Tensor) -> Tensor:
+        """Return the `DTensor` over `full`, shaped like the full parameter `index`; `full` for one that is none."""
+        form = self.form(handle, index)
+        return full if form is None else form.over(full)
+
+    def agree(self, handles: Sequence[FlatParamHandle], found: bool) -> bool:
+        """Return whether any rank that holds parts or copies of parameters has `found`; every one of them calls it."""
+        flag = torch.tensor(float(found), device=handles[0].device)
+        for group in self.groups(handles):
+            group.all_reduce(flag, op=ReduceOp.MAX, label="not finite").wait()
+        return bool(flag)
+
+    def groups(self, handles: Sequence[FlatParamHandle], *, experts: bool = True) -> list[Collectives]:
+        """Return all groups that parameters of `handles` are on, beside those of data parallelism.
+
+        Args:
+            handles: flat parameters of one or several units.
+            experts: also the ranks that hold other experts.
+        """
+        found: dict[Collectives, None] = {}
+        for handle in handles:
+            for _, form in _forms_of(handle):
+                found.update(dict.fromkeys((*form.spread_over, *form.copied_over)))
+            across = None if handle.forms.meshes is None else handle.forms.meshes.experts
+            if experts and across is not None:
+                found[across] = None
+        return list(found)
+
+    def _spread_over(self, handle: FlatParamHandle) -> list[tuple[Collectives, ...]]:
+        """Return for each parameter the groups whose ranks hold other parts of it, beside those of its shard."""
+        found = []
+        for each in _presenters_of(handle):
+            over = each.spread_over if isinstance(each, MeshForm) else ()
+            # A `DTensor` may itself be cut over the ranks that hold other experts.
+            is_cut_there = any(len(self.around & _numbers(group)) > 1 for group in over)
+            found.append(over if self.experts is None or is_cut_there else (*over, self.experts))
+        return found
+
+
+def _presenters_of(handle: FlatParamHandle) -> list[object]:
+    return [noted.get(PRESENTER) for noted in handle.forms.attributes]
+
+
+def _numbers(group: Collectives) -> set[int]:
+    process_group = process_group_of(group)
+    return set() if process_group is None else set(torch.distributed.get_process_group_ranks(process_group))
+
+
+def _forms_of(handle: FlatParamHandle) -> list[tuple[int, MeshForm]]:
+    """Return the forms of the parameters that are `DTensor`s, with their indices."""
+    return [(i, each) for i, each in enumerate(_presenters_of(handle)) if isinstance(each, MeshForm)]
