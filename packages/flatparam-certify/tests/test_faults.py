@@ -47,7 +47,10 @@ FAULTS = (
         faults.NoSyncWithoutEffect, "dp_shard=2", "no-sync-without-effect", "without effect", ("",), "no_sync"
     ),
     Fault(
-        faults.ReplicasNotReduced, "dp_replicate=2,dp_shard=2", "not-reduced", "not reduced over dp_replicate:"
+        faults.ReplicasNotReduced,
+        "dp_replicate=2,dp_shard=2",
+        "not-reduced",
+        "not reduced over dp_replicate:",
     ),
     Fault(
         faults.NothingReducedInGroupsOfOne,
@@ -55,7 +58,9 @@ FAULTS = (
         "not-reduced",
         "not reduced over dp_replicate: each rank has its own",
     ),
-    Fault(faults.NormOfTpNotReduced, "tp=2", "not-reduced", "not reduced over tp: each rank has a part", NORM),
+    Fault(
+        faults.NormOfTpNotReduced, "tp=2", "not-reduced", "not reduced over tp: each rank has a part", NORM
+    ),
     Fault(faults.Summed, "dp_shard=2", "factor", "2 (the size of dp_shard) times"),
     Fault(faults.SummedOverCp, "cp=2", "factor", "2 (the size of cp) times"),
     Fault(faults.WithoutRankOne, "dp_shard=3", "rank-missing", "the data of data rank 1 is not in the sum"),
@@ -79,7 +84,14 @@ FAULTS = (
         "weights",
     ),
     Fault(faults.NeverUpdated, "dp_shard=2", "not-updated", "not updated", ("norm.weight",), "weights"),
-    Fault(faults.LossScaled, "dp_shard=3", "factor", "0.5 times the right one; its gradient is right", ("",), "loss"),
+    Fault(
+        faults.LossScaled,
+        "dp_shard=3",
+        "factor",
+        "0.5 times the right one; its gradient is right",
+        ("",),
+        "loss",
+    ),
     Fault(faults.Stale, "dp_shard=2", "stale", "that of the step before is added"),
     Fault(
         faults.NormOfCopies,

@@ -149,7 +149,8 @@ def _run(chosen: argparse.Namespace) -> int:
     except CertifyError as error:
         raise ArgumentsError(str(error)) from error
     if chosen.json:
-        say(json.dumps(found.facts(), indent=1, allow_nan=False))
+        for line in json.dumps(found.facts(), indent=1, allow_nan=False).splitlines():
+            say(line)
     elif not (chosen.quiet and found.is_right):
         for line in found.table().splitlines():
             say(line)

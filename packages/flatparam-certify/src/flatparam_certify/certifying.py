@@ -117,6 +117,9 @@ def _runs_on(
     timeout: float,
 ) -> Iterable[Run]:
     """Yield each setting's run; a world that was lost in one is followed by another one."""
+    # What is wrong with the case is told before any rank runs.
+    for each in settings:
+        reference.first(each.micro_batches, each.precision == "bf16")
     left, lost = list(settings), 0
     while left:
         if lost == _LOST_WORLDS:
@@ -151,9 +154,7 @@ def _failed(mesh: MeshSizes, setting: Setting, answers: Sequence[Any]) -> Run:
     told: dict[tuple[str, str], list[int]] = {}
     details: dict[tuple[str, str], str] = {}
     failed = [(rank, each) for rank, each in enumerate(answers) if isinstance(each, Failed)]
-    # Ranks that wait for one that has failed hang because of it.
-    causes = [(rank, each) for rank, each in failed if each.kind != "hung"] or failed
-    for rank, each in causes:
+    for rank, each in _causes(failed):
         key = (each.kind, each.text)
         told.setdefault(key, []).append(rank)
         details.setdefault(key, each.details)
@@ -168,3 +169,11 @@ def _failed(mesh: MeshSizes, setting: Setting, answers: Sequence[Any]) -> Run:
             Finding("run", kind, f"{kind}: {text}", "", shown, str(mesh), str(setting), details=details[key])
         )
     return Run(str(mesh), str(setting), "", {}, tuple(findings))
+
+
+def _causes(failed: list[tuple[int, Failed]]) -> list[tuple[int, Failed]]:
+    """Return the ranks that failed by themselves; those that waited for one of them hang, or lose a connection."""
+    died = [(rank, each) for rank, each in failed if each.kind == "died"]
+    raised = [(rank, each) for rank, each in failed if each.kind == "raised"]
+    alone = [(rank, each) for rank, each in raised if "gloo/transport" not in each.text]
+    return died or alone or raised or failed

@@ -126,8 +126,9 @@ class Doctor:
         lacking = {rank: told for rank in wrong if (told := self._lacking(seen[rank])) is not None}
         if len(lacking) == len(wrong):
             return _grouped(lacking)
-        if not lacking and len(ranks) == self.mesh.ranks:
-            reduced = self._not_reduced([each for each in seen if each is not None])
+        every = [each for each in seen if each is not None]
+        if not lacking and len(ranks) == len(every) == self.mesh.ranks:
+            reduced = self._not_reduced(every)
             if reduced is not None:
                 return {reduced: ranks}
         found = dict(lacking)
@@ -163,11 +164,17 @@ class Doctor:
             groups = _groups(self.mesh, names)
             if any(bool((gradients[group] == gradients[group[0]]).all()) for group in groups):
                 continue
-            factors = {self._factor(gradients[group].sum(0), slack=2.0 * len(group)) for group in groups}
+            over = " and ".join(names)
+            sums = [gradients[group].sum(0) for group in groups]
+            factors = {
+                self._factor(each, slack=2.0 * len(group)) for each, group in zip(sums, groups, strict=True)
+            }
             if len(factors) != 1 or None in factors:
+                told = self._sums_weighed(sums)
+                if told is not None:
+                    return Diagnosis("not-reduced", f"not reduced over {over}: in the sum over it, {told}")
                 continue
             factor = next(iter(factors)) or 0.0
-            over = " and ".join(names)
             size = math.prod(self.mesh[name] for name in names)
             if factor == 1:
                 return Diagnosis(
@@ -182,6 +189,12 @@ class Doctor:
                     "not-reduced", f"not reduced over {over}: the sum over it is {named} times the right one"
                 )
         return None
+
+    def _sums_weighed(self, sums: Sequence[Tensor]) -> str | None:
+        """Return how micro-batches count in sums that are not the right gradient, if they count alike on all ranks."""
+        told = {self._weighed(each, 2 * self.expected.additions * EPS, self.expected.inside) for each in sums}
+        first = next(iter(told))
+        return first.text if len(told) == 1 and first is not None and first.text.startswith("the ") else None
 
     # Of one rank
 
@@ -305,7 +318,7 @@ class Doctor:
                 counts = ", ".join(f"{float(each):.4g}" for each in lines[:, 0])
                 return Diagnosis("weights", f"the {what} count {counts} times, and not once each")
         uneven = [
-            f"micro-batch {number} of data rank {rank} counts {float(table[number, rank]):.4g} times"
+            f"micro-batch {number} of data rank {rank} counts {float(table[number, rank]) + 0.0:.4g} times"
             for number, rank in itertools.product(range(micro_batches), range(ranks))
             if abs(float(table[number, rank]) - 1) > 1e-3
         ]

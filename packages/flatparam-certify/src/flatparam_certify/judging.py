@@ -396,10 +396,13 @@ class Judge:
     # no_sync
 
     def _judge_no_sync(self) -> None:
-        ran = sorted({each for seen in self.seen for each in seen.reductions})
-        if ran:
-            text = f"without effect: {', '.join(ran)} ran inside it"
-            self._find("no_sync", "no-sync-without-effect", text, 0)
+        counts = [each.collectives for each in self.seen if each.collectives is not None]
+        if counts and all(inside > 0 and outside <= inside for inside, outside in counts):
+            inside, outside = counts[0]
+            text = (
+                f"without effect: {inside} collectives ran inside it, and {outside} with the last micro-batch"
+            )
+            self._find("no_sync", "no-sync-without-effect", text, self.setting.steps - 1)
 
 
 def _clipped_wrongly(before: Tensor, after: Tensor | None, coefficient: float) -> Diagnosis | None:

@@ -123,14 +123,14 @@ class MeshSizes:
 
     def shrunk(self) -> Iterator[MeshSizes]:
         """Yield the meshes in which one of the long dimensions, or all of them, have a group of one rank."""
-        seen = {self}
+        seen = {self.sizes}
         for names in (*((name,) for name in self.long), self.long):
             sizes = tuple(
                 1 if name in names else size for name, size in zip(DIMENSIONS, self.sizes, strict=True)
             )
             mesh = attrs.evolve(self, sizes=sizes, is_shrunk=True)
-            if mesh not in seen:
-                seen.add(mesh)
+            if sizes not in seen:
+                seen.add(sizes)
                 yield mesh
 
     def named(self, factor: float, micro_batches: int) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import ProfilerActivity, profile
 
 from flatparam_certify.case import Case
 from flatparam_certify.engines import Engine
 from flatparam_certify.meshes import MeshSizes
 from flatparam_certify.settings import Setting
 from flatparam_certify.trainer import Trainer
-
-_REDUCTIONS: Final = ("all_reduce", "allreduce", "reduce_scatter")
 
 
 @final
@@ -50,12 +46,12 @@ class RunSeen:
     Attributes:
         steps: each step.
         weights: the parameters after the last step.
-        reductions: the reductions that ran inside `no_sync`, by the names that the profiler has for them.
+        collectives: how many a micro-batch of the last step called inside `no_sync`, and how many the last one outside.
     """
 
     steps: list[StepSeen]
     weights: dict[str, Tensor | None]
-    reductions: list[str]
+    collectives: tuple[int, int] | None = None
 
 
 @final
@@ -90,12 +86,14 @@ def run_setting(
     if not engine.takes(setting.precision):
         return Skipped(f"in {setting.precision}: the engine takes no argument `dtype`")
     trainer = engine.trainer(case.model(seed), mesh, setting.precision)
-    reductions: list[str] = []
+    watch: _Watch | None = None
+    collectives = None
     if setting.no_sync:
         if trainer.no_sync() is None:
             return Skipped("with no_sync: the engine has none")
         if sizes.shows_no_sync:
-            _watch_no_sync(trainer, reductions)
+            watch = _Watch(trainer)
+            watch.begin()
     data_rank = sizes.data_rank(torch.distributed.get_rank())
     optimizer = trainer.optimizer(optimizer_of(setting.optimizer))
     steps = []
@@ -104,6 +102,7 @@ def run_setting(
         batches = [case.draw(seed, step, number, data_rank) for number in range(setting.micro_batches)]
         losses = trainer.accumulate(case.loss_of, batches, setting.no_sync)
         trainer.finish()
+        collectives = None if watch is None else watch.end_of_step()
         seen = StepSeen(
             weights,
             [None if each is None else float(each.detach()) for each in losses],
@@ -115,7 +114,7 @@ def run_setting(
         optimizer.step()
         optimizer.zero_grad()
         steps.append(seen)
-    return RunSeen(steps, _kept(trainer.weights()), sorted(set(reductions)))
+    return RunSeen(steps, _kept(trainer.weights()), collectives)
 
 
 def _kept(tensors: Any) -> dict[str, Tensor | None]:
@@ -126,39 +125,46 @@ def _kept(tensors: Any) -> dict[str, Tensor | None]:
     }
 
 
-def _watch_no_sync(trainer: Trainer, found: list[str]) -> None:
-    """Have `found` grow by the names of the reductions that run while the trainer is inside `no_sync`."""
-    before = trainer.no_sync
+@attrs.define(eq=False)
+class _Watch:
+    """Counts the collectives of a step: inside each context of `no_sync`, and after the last of them."""
 
-    @contextmanager
-    def watched() -> Iterator[None]:
-        context = before()
-        assert context is not None, "it was asked before"
-        seen: Any = profile(activities=[ProfilerActivity.CPU])
-        with _without_stderr():
-            seen.__enter__()
-        try:
+    trainer: Trainer
+    inside: list[int] = attrs.field(factory=list)
+    left_at: int | None = None
+
+    def begin(self) -> None:
+        """Have the trainer's `no_sync` count from now on."""
+        before = self.trainer.no_sync
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            context = before()
+            assert context is not None, "it was asked before"
+            entered = _collectives()
             with context:
                 yield
-        finally:
-            with _without_stderr():
-                seen.__exit__(None, None, None)
-        found.extend(event.name for event in seen.events() if any(each in event.name for each in _REDUCTIONS))
+            self.left_at = _collectives()
+            self.inside.append(self.left_at - entered)
 
-    def no_sync() -> AbstractContextManager[None]:
-        return watched()
+        def no_sync() -> AbstractContextManager[None]:
+            return watched()
 
-    trainer.no_sync = no_sync  # type: ignore[method-assign]  # of this one object
+        self.trainer.no_sync = no_sync  # type: ignore[method-assign]  # of this one object
+
+    def end_of_step(self) -> tuple[int, int] | None:
+        """Return the fewest collectives inside, and those after; None if the engine did not enter `no_sync`.
+
+        The first micro-batch of a step may gather what stays, and is not counted if there is another one.
+        """
+        found = None
+        if self.left_at is not None:
+            found = (min(self.inside[1:] or self.inside), _collectives() - self.left_at)
+        self.inside, self.left_at = [], None
+        return found
 
 
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Keep what torch's profiler writes when it starts and stops from the terminal."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+def _collectives() -> int:
+    """Return the number of collectives that this process has called so far, in all groups."""
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
