@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatparam_certify.certificate import Certificate, Finding, Run
+from flatparam_certify.certificate import Certificate, CertifiedRun, Finding
 from flatparam_certify.diagnosis import Diagnosis, Doctor, agreement
 from flatparam_certify.meshes import MeshSizes
 from flatparam_certify.reference import Expected
@@ -206,7 +206,9 @@ def test_settings() -> None:
 
 def test_a_certificate_of_nothing() -> None:
     """If no setting was run, it says so, and is not right."""
-    nothing = Certificate("mine", "case", 0, {"weight": (2, 3)}, (Run("dp_shard=2", "bf16", "for a reason"),))
+    nothing = Certificate(
+        "mine", "case", 0, {"weight": (2, 3)}, (CertifiedRun("dp_shard=2", "bf16", "for a reason"),)
+    )
     assert not nothing.is_right
     assert "not run for a reason (1)" in nothing.table()
     assert nothing.table().endswith("nothing was run: this says nothing\n")
@@ -215,7 +217,7 @@ def test_a_certificate_of_nothing() -> None:
 def test_marks_of_a_table() -> None:
     """Findings in the same runs share a mark, which says how many runs, and the first."""
     runs = [
-        Run(
+        CertifiedRun(
             "dp_shard=2",
             f"{number}",
             findings=tuple(

@@ -58,7 +58,7 @@ class Finding:
 
 @final
 @attrs.frozen
-class Run:
+class CertifiedRun:
     """One setting on one mesh.
 
     Attributes:
@@ -92,7 +92,7 @@ class Certificate:
     case: str
     seed: int
     parameters: dict[str, tuple[int, ...]]
-    runs: tuple[Run, ...]
+    runs: tuple[CertifiedRun, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -160,7 +160,7 @@ class Certificate:
             lines += [f"  | {line}" for line in same[0].details.splitlines()[-12:]]
         return lines
 
-    def _verdict(self, done: Sequence[Run]) -> str:
+    def _verdict(self, done: Sequence[CertifiedRun]) -> str:
         if not done:
             return "nothing was run: this says nothing"
         if self.is_right:
@@ -229,8 +229,8 @@ class _Where:
         return found
 
 
-def _by_mesh(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    found: dict[str, list[Run]] = {}
+def _by_mesh(runs: Iterable[CertifiedRun]) -> dict[str, list[CertifiedRun]]:
+    found: dict[str, list[CertifiedRun]] = {}
     for run in runs:
         found.setdefault(run.mesh, []).append(run)
     return found

@@ -80,13 +80,14 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     ranks.add_argument(
         "--timeout", type=float, default=120, metavar="S", help="seconds for a setting (default: 120)"
     )
-    _add_training(added.add_argument_group("training"))
+    _add_training(added)
     output = added.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="everything as one JSON object")
     output.add_argument("--quiet", action="store_true", help="write nothing if all is right")
 
 
-def _add_training(training: argparse._ArgumentGroup) -> None:
+def _add_training(added: argparse.ArgumentParser) -> None:
+    training = added.add_argument_group("training")
     training.add_argument(
         "--precision",
         action="append",

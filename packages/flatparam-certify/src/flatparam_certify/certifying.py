@@ -9,8 +9,8 @@ import torch
 
 from flatparam_certify import CertifyError
 from flatparam_certify.case import Case, case_named
-from flatparam_certify.certificate import Certificate, Finding, Run
-from flatparam_certify.engines import Engine
+from flatparam_certify.certificate import Certificate, CertifiedRun, Finding
+from flatparam_certify.engines import EngineUnderTest
 from flatparam_certify.judging import Judge
 from flatparam_certify.meshes import OF_DATA, MeshSizes
 from flatparam_certify.rank import RunSeen, Skipped
@@ -76,7 +76,7 @@ def certify(
     """
     shown = case if isinstance(case, str) else case.build.__module__
     known = case_named(case) if isinstance(case, str) else case
-    found = Engine.of(engine, tuple(wrap))
+    found = EngineUnderTest.of(engine, tuple(wrap))
     default = "dp_shard=1" if found.name == "plain" else "dp_shard=2"
     asked = default if mesh is None else mesh
     sizes = (
@@ -97,7 +97,7 @@ def certify(
     try:
         shapes = {name: tuple(each.shape) for name, each in known.model(seed).named_parameters()}
         notes: list[str] = []
-        runs: list[Run] = []
+        runs: list[CertifiedRun] = []
         for each, some in meshes:
             reference = Reference(known, each, seed, notes)
             for run in _runs_on(each, case, found, reference, some, timeout):
@@ -111,11 +111,11 @@ def certify(
 def _runs_on(
     mesh: MeshSizes,
     case: Case | str,
-    engine: Engine,
+    engine: EngineUnderTest,
     reference: Reference,
     settings: Sequence[Setting],
     timeout: float,
-) -> Iterable[Run]:
+) -> Iterable[CertifiedRun]:
     """Yield each setting's run; a world that was lost in one is followed by another one."""
     # What is wrong with the case is told before any rank runs.
     for each in settings:
@@ -124,7 +124,7 @@ def _runs_on(
     while left:
         if lost == _LOST_WORLDS:
             why = "because the engine ended the ranks of two settings before"
-            yield from (Run(str(mesh), str(each), why) for each in left)
+            yield from (CertifiedRun(str(mesh), str(each), why) for each in left)
             return
         with World(mesh, case, engine, reference.seed, timeout) as world:
             begun = world.begin()
@@ -139,17 +139,17 @@ def _runs_on(
             lost += not world.is_sound
 
 
-def _judged(reference: Reference, setting: Setting, answers: Sequence[Any]) -> Run:
+def _judged(reference: Reference, setting: Setting, answers: Sequence[Any]) -> CertifiedRun:
     if any(isinstance(each, Failed) for each in answers):
         return _failed(reference.mesh, setting, answers)
     skipped = [each for each in answers if isinstance(each, Skipped)]
     if skipped:
-        return Run(str(reference.mesh), str(setting), skipped[0].why)
+        return CertifiedRun(str(reference.mesh), str(setting), skipped[0].why)
     seen = [each for each in answers if isinstance(each, RunSeen)]
     return Judge(reference, setting, seen).run()
 
 
-def _failed(mesh: MeshSizes, setting: Setting, answers: Sequence[Any]) -> Run:
+def _failed(mesh: MeshSizes, setting: Setting, answers: Sequence[Any]) -> CertifiedRun:
     """Return a run that ranks did not finish: who raised, died or hung, and where."""
     told: dict[tuple[str, str], list[int]] = {}
     details: dict[tuple[str, str], str] = {}
@@ -168,7 +168,7 @@ def _failed(mesh: MeshSizes, setting: Setting, answers: Sequence[Any]) -> Run:
         findings.append(
             Finding("run", kind, f"{kind}: {text}", "", shown, str(mesh), str(setting), details=details[key])
         )
-    return Run(str(mesh), str(setting), "", {}, tuple(findings))
+    return CertifiedRun(str(mesh), str(setting), "", {}, tuple(findings))
 
 
 def _causes(failed: list[tuple[int, Failed]]) -> list[tuple[int, Failed]]:

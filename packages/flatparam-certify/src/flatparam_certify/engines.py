@@ -24,7 +24,7 @@ _DATA: Final = ("dp_replicate", "dp_shard")
 
 @final
 @attrs.frozen
-class Engine:
+class EngineUnderTest:
     """An engine by its name, as each rank finds it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Engine:
     wrap: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, engine: str | Callable[..., Any], wrap: tuple[str, ...] = ()) -> Engine:
+    def of(cls, engine: str | Callable[..., Any], wrap: tuple[str, ...] = ()) -> EngineUnderTest:
         """Return the engine of a name or of a function."""
         if isinstance(engine, str):
             return cls(engine, None, wrap)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_certify.certificate import Finding, Run
+from flatparam_certify.certificate import CertifiedRun, Finding
 from flatparam_certify.diagnosis import Diagnosis, Doctor, agreement, relative_error
 from flatparam_certify.meshes import MeshSizes
 from flatparam_certify.rank import RunSeen, optimizer_of
@@ -50,7 +50,7 @@ class Judge:
     def _is_bf16(self) -> bool:
         return self.setting.precision == "bf16"
 
-    def run(self) -> Run:
+    def run(self) -> CertifiedRun:
         """Return the run with everything that is wrong in it."""
         self._learn_names()
         replay = _Replay(self.reference.model(), self.setting.optimizer)
@@ -84,7 +84,7 @@ class Judge:
                 break
             before = used
         self._judge_no_sync()
-        return Run(str(self.mesh), str(self.setting), "", self.agreements, tuple(self.findings))
+        return CertifiedRun(str(self.mesh), str(self.setting), "", self.agreements, tuple(self.findings))
 
     def _find(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatparam_certify.case import Case
-from flatparam_certify.engines import Engine
+from flatparam_certify.engines import EngineUnderTest
 from flatparam_certify.meshes import MeshSizes
 from flatparam_certify.settings import Setting
 from flatparam_certify.trainer import Trainer
@@ -71,7 +71,7 @@ def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 def run_setting(
     case: Case,
-    engine: Engine,
+    engine: EngineUnderTest,
     sizes: MeshSizes,
     mesh: DeviceMesh,
     setting: Setting,
@@ -86,13 +86,13 @@ def run_setting(
     if not engine.takes(setting.precision):
         return Skipped(f"in {setting.precision}: the engine takes no argument `dtype`")
     trainer = engine.trainer(case.model(seed), mesh, setting.precision)
-    watch: _Watch | None = None
+    watch: _NoSyncWatch | None = None
     collectives = None
     if setting.no_sync:
         if trainer.no_sync() is None:
             return Skipped("with no_sync: the engine has none")
         if sizes.shows_no_sync:
-            watch = _Watch(trainer)
+            watch = _NoSyncWatch(trainer)
             watch.begin()
     data_rank = sizes.data_rank(torch.distributed.get_rank())
     optimizer = trainer.optimizer(optimizer_of(setting.optimizer))
@@ -126,7 +126,7 @@ def _kept(tensors: Any) -> dict[str, Tensor | None]:
 
 
 @attrs.define(eq=False)
-class _Watch:
+class _NoSyncWatch:
     """Counts the collectives of a step: inside each context of `no_sync`, and after the last of them."""
 
     trainer: Trainer
@@ -166,5 +166,5 @@ class _Watch:
 
 def _collectives() -> int:
     """Return the number of collectives that this process has called so far, in all groups."""
-    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    groups: Any = torch.distributed.distributed_c10d._world.pg_names
     return sum(group._get_sequence_number_for_group() for group in groups)

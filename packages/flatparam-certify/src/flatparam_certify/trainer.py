@@ -9,7 +9,6 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 """The loss of a case: of the model and a batch, a tensor of one element."""
@@ -161,7 +160,13 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch with its floating-point tensors in `dtype`."""
-    return pytree.tree_map_only(
-        Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, batch
-    )
+    """Return a batch with its floating-point tensors in `dtype`: those in mappings, tuples and lists, too."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {name: cast(each, dtype) for name, each in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [cast(each, dtype) for each in batch]
+        # A named tuple takes its fields one by one.
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

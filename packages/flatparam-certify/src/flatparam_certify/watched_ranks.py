@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam_certify import CertifyError
 from flatparam_certify.case import Case, case_named
-from flatparam_certify.engines import Engine
+from flatparam_certify.engines import EngineUnderTest
 from flatparam_certify.meshes import DIMENSIONS, MeshSizes
 from flatparam_certify.rank import RunSeen, Skipped, run_setting
 from flatparam_certify.settings import Setting
@@ -88,7 +88,9 @@ class _Child:
 class World:
     """Ranks that wait for settings. Use it as a context: at its end no process is left."""
 
-    def __init__(self, mesh: MeshSizes, case: Case | str, engine: Engine, seed: int, timeout: float) -> None:
+    def __init__(
+        self, mesh: MeshSizes, case: Case | str, engine: EngineUnderTest, seed: int, timeout: float
+    ) -> None:
         """Start the ranks.
 
         Args:
@@ -266,7 +268,9 @@ def _told(pipe: Connection) -> tuple[Setting, float] | None:
 
 
 def _join(plan: _Plan) -> None:
-    os.environ.update(RANK=str(plan.rank), WORLD_SIZE=str(plan.mesh.ranks), LOCAL_RANK=str(plan.rank))
+    os.environ.update(
+        {"RANK": str(plan.rank), "LOCAL_RANK": str(plan.rank), "WORLD_SIZE": str(plan.mesh.ranks)}
+    )
     dist.init_process_group(
         "gloo",
         init_method=Path(plan.folder, "store").as_uri(),
