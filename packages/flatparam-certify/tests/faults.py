@@ -307,6 +307,95 @@ class Raised(ByHand):
         super().finish()
 
 
+class ByStages(ByHand):
+    """The right one for a pipeline of two stages: activations go to rank 1, and their gradients come back."""
+
+    def __init__(self, module: Any, mesh: DeviceMesh) -> None:
+        super().__init__(module, mesh)
+        self.stage, self.stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+
+    def forward(self, loss: Any, batch: Any) -> Tensor:
+        """Nobody calls this, as `accumulate` runs the stages."""
+        raise AssertionError
+
+    def accumulate(self, loss: Any, batches: Any, no_sync: bool) -> list[Any]:
+        if self.stages == 1:
+            return [self._alone(loss, batch, len(batches)) for batch in batches]
+        return [self._staged(loss, batch, len(batches)) for batch in batches]
+
+    def _alone(self, loss: Any, batch: Any, count: int) -> Tensor:
+        found = loss(self.module, batch)
+        (found / count).backward()
+        return found.detach()
+
+    def _staged(self, loss: Any, batch: Any, count: int) -> Tensor | None:
+        model: Any = self.module
+        inputs, _ = batch
+        if self.stage == 0:
+            hidden = model.down(torch.relu(model.up(model.norm(inputs))))
+            dist.send(hidden.detach(), 1)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, 1)
+            self.backward_of_first(hidden, gradient)
+            return None
+        hidden = torch.empty(len(inputs), 6)
+        dist.recv(hidden, 0)
+        hidden.requires_grad_()
+
+        def second(_: Tensor) -> Tensor:
+            return sum((torch.tanh(expert(hidden)) for expert in model.experts), torch.zeros(()))
+
+        found = loss(second, batch)
+        (found / count).backward()
+        dist.send(hidden.grad, 0)
+        return found.detach()
+
+    def backward_of_first(self, hidden: Tensor, gradient: Tensor) -> None:
+        """Go on with the gradient that came back."""
+        hidden.backward(gradient)
+
+    def _mine(self) -> dict[str, nn.Parameter]:
+        def is_mine(name: str) -> bool:
+            return self.stages == 1 or ("experts" in name) == (self.stage == 1)
+
+        return {name: each for name, each in self.named.items() if is_mine(name)}
+
+    def finish(self) -> None:
+        """Each stage has the gradients of its own parameters."""
+
+    def optimizer(self, make: Any) -> torch.optim.Optimizer:
+        return make(self._mine().values())
+
+    def clip(self, max_norm: float) -> Tensor:
+        square = sum(each.grad.square().sum() for each in self._mine().values())
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        for each in self._mine().values():
+            each.grad *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        return norm
+
+    def weights(self) -> dict[str, Any]:
+        return {name: each.detach() for name, each in self._mine().items()}
+
+    def gradients(self) -> dict[str, Any]:
+        return {name: each.grad for name, each in self._mine().items()}
+
+
+class FirstStageSkipsLast(ByStages):
+    """The first stage drops the gradient of the last of several micro-batches."""
+
+    left = 0
+
+    def accumulate(self, loss: Any, batches: Any, no_sync: bool) -> list[Any]:
+        self.left = len(batches) if len(batches) > 1 else 0
+        return super().accumulate(loss, batches, no_sync)
+
+    def backward_of_first(self, hidden: Tensor, gradient: Tensor) -> None:
+        self.left -= 1
+        if self.left:
+            super().backward_of_first(hidden, gradient)
+
+
 class _SumOverTp(torch.autograd.Function):
     """A sum over ranks of tensor parallelism, in a dtype; its gradient is that of each term."""
 

@@ -15,7 +15,8 @@ import pytest
 from torch import nn
 
 from flatparam.command import main
-from flatparam_certify import Certificate, certify
+from flatparam_certify import Certificate, certify, watched_ranks
+from flatparam_comm.testing import PATIENCE, longer_and_longer
 
 HERE = Path(__file__).parent
 
@@ -34,7 +35,7 @@ def at_once(model: nn.Module, mesh: object) -> nn.Module:
     raise KeyError("no such layer")
 
 
-def certificate_of(engine: object, timeout: float = 60) -> Certificate:
+def certificate_of(engine: object, timeout: float = PATIENCE) -> Certificate:
     return certify(
         programs.CASE,
         engine,  # type: ignore[arg-type]
@@ -56,8 +57,12 @@ def certificate_of(engine: object, timeout: float = 60) -> Certificate:
         (at_once, "raised", (), "raised: KeyError: 'no such layer'"),
     ],
 )
-def test_an_engine_that_fails(engine: object, code: str, ranks: tuple[int, ...], text: str) -> None:
+def test_an_engine_that_fails(
+    engine: object, code: str, ranks: tuple[int, ...], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rank that failed is told, and not those that waited for it; a world that is lost is followed by one more."""
+    if not ranks:
+        monkeypatch.setattr(watched_ranks, "_GRACE_SECONDS", PATIENCE)
     found = certificate_of(engine)
     assert {(each.about, each.code, each.ranks, each.text) for each in found.findings} == {
         ("run", code, ranks, text)
@@ -71,8 +76,12 @@ def test_an_engine_that_fails(engine: object, code: str, ranks: tuple[int, ...],
 @pytest.mark.processes
 def test_an_engine_that_hangs() -> None:
     """After the limit, the table says in which line the rank was that waits, and that the other one had finished."""
-    found = certificate_of(faults.Hung, timeout=8)
-    (first, *_) = found.findings
+    for limit in longer_and_longer(6):
+        found = certificate_of(faults.Hung, timeout=limit)
+        (first, *_) = found.findings
+        # On a busy machine, neither rank may have come that far.
+        if "had finished" in first.text and "in reduce" in first.text:
+            break
     assert (first.code, first.ranks) == ("hung", (0,))
     assert f'"{HERE / "faults.py"}", line' in first.text
     assert "in reduce" in first.text
@@ -84,7 +93,17 @@ def test_an_engine_that_hangs() -> None:
 
 # The command
 
-SHORT = ("--precision", "fp32", "--optimizer", "sgd", "--no-groups-of-one", "--steps", "1")
+SHORT = (
+    "--timeout",
+    str(PATIENCE),
+    "--precision",
+    "fp32",
+    "--optimizer",
+    "sgd",
+    "--no-groups-of-one",
+    "--steps",
+    "1",
+)
 
 
 @pytest.mark.processes

@@ -40,6 +40,13 @@ FAULTS = (
     Fault(faults.DoubledInGroupsOfOne, "dp_shard=2", "weights", "the micro-batches count 8, 4, 2 times"),
     Fault(faults.OnlyLast, "dp_shard=2", "only-last", "only the last micro-batch"),
     Fault(faults.WithoutLast, "dp_shard=2", "without-last", "the last micro-batch is missing"),
+    Fault(
+        faults.FirstStageSkipsLast,
+        "pp=2",
+        "without-last",
+        "rank 0: the last micro-batch is missing",
+        tuple(name for name in EVERYTHING if "experts" not in name),
+    ),
     Fault(faults.SummedInBf16, "dp_shard=2", "low-precision", "summed in bf16"),
     Fault(faults.TpSumsInBf16, "tp=2", "low-precision", "", NORM),
     Fault(faults.DividedByMicroBatches, "dp_shard=2", "factor", "1/3 (1/the number of micro-batches) times"),
@@ -133,6 +140,7 @@ RIGHT = (
     (faults.ByHand, "ep=3"),
     (faults.ByRows, "dp_shard=2,cp=2"),
     (faults.ByColumns, "tp=2"),
+    (faults.ByStages, "pp=2"),
 )
 
 

@@ -15,7 +15,7 @@ from flatparam_certify.case import Case
 from flatparam_certify.engines import EngineUnderTest
 from flatparam_certify.meshes import MeshSizes
 from flatparam_certify.settings import Setting
-from flatparam_certify.trainer import Trainer
+from flatparam_certify.trainer import Trainer, why_not_clipped
 
 
 @final
@@ -86,6 +86,8 @@ def run_setting(
     if not engine.takes(setting.precision):
         return Skipped(f"in {setting.precision}: the engine takes no argument `dtype`")
     trainer = engine.trainer(case.model(seed), mesh, setting.precision)
+    if setting.clips and (why := why_not_clipped(trainer)):
+        return Skipped(why)
     watch: _NoSyncWatch | None = None
     collectives = None
     if setting.no_sync:

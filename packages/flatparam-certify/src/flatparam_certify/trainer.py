@@ -88,6 +88,17 @@ class Trainer:
         }
 
 
+def why_not_clipped(trainer: Trainer) -> str:
+    """Return why torch's function cannot clip what nobody has said how to clip; empty, if it can."""
+    if type(trainer).clip is not Trainer.clip or hasattr(trainer.module, "clip_grad_norm_"):
+        return ""
+    meshes = {getattr(each, "device_mesh", None) for _, each in named_parameters(trainer.module)}
+    if len(meshes) < 2:
+        return ""
+    what = "DTensors beside plain tensors" if None in meshes else "DTensors of several meshes"
+    return f"with clipping: torch's clip_grad_norm_ takes no {what}; override Trainer.clip"
+
+
 class SummoningTrainer(Trainer):
     """A trainer for FSDP1's kind of module, whose parameters are shown whole inside a context."""
 

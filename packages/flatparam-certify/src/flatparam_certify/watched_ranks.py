@@ -34,6 +34,8 @@ from flatparam_certify.settings import Setting
 
 _STACKS_SIGNAL: Final = signal.SIGUSR1
 _STACKS_SECONDS: Final = 0.5
+_START_SECONDS: Final = 300.0
+"""For ranks to begin, which import torch and the case first."""
 _GRACE_SECONDS: Final = 3.0
 """For the other ranks to answer, once one has failed."""
 _PRELOADED: Final = ("torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor", __name__)
@@ -94,7 +96,7 @@ class World:
         """Start the ranks.
 
         Args:
-            timeout: the seconds that they have for the start, and for each setting.
+            timeout: the seconds that they have for each setting.
 
         Raises:
             CertifyError: if the functions of the case or of the engine cannot be found by another process.
@@ -127,7 +129,7 @@ class World:
 
     def begin(self) -> list[Failed | None]:
         """Return what went wrong at the start, by rank: None, if nothing did."""
-        return [each if isinstance(each, Failed) else None for each in self._answers()]
+        return [each if isinstance(each, Failed) else None for each in self._answers(_START_SECONDS)]
 
     def run(self, setting: Setting, max_norm: float) -> list[RunSeen | Skipped | Failed]:
         """Return what each rank saw in a setting. If a rank failed alone or hung, the world can run no other one."""
@@ -135,18 +137,18 @@ class World:
             # A rank that is gone is told by its answer.
             with contextlib.suppress(OSError):
                 child.pipe.send_bytes(pickle.dumps((setting, max_norm)))
-        return self._answers()
+        return self._answers(self.timeout)
 
-    def _answers(self) -> list[Any]:
+    def _answers(self, limit: float) -> list[Any]:
         """Return the answer of each rank, or how it failed."""
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + limit
         failing = False
         while len(answers) < len(self._children):
             waiting = [child for child in self._children if child.plan.rank not in answers]
             ready = wait([child.pipe for child in waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
-                answers.update(self._hung(waiting, failing))
+                answers.update(_hung(waiting, "another rank had failed" if failing else f"{limit:g} seconds"))
                 break
             for child in waiting:
                 if child.pipe in ready:
@@ -157,20 +159,6 @@ class World:
         kinds = {each.kind if isinstance(each, Failed) else "" for each in found}
         # If every rank has raised the same error, none of them waits for another one.
         self.is_sound = kinds in ({""}, {"raised"})
-        return found
-
-    def _hung(self, waiting: Sequence[_Child], failing: bool) -> dict[int, Failed]:
-        """Return the stacks of ranks that did not answer in time."""
-        for child in waiting:
-            with contextlib.suppress(ProcessLookupError):
-                if child.process.pid is not None:
-                    os.kill(child.process.pid, _STACKS_SIGNAL)
-        time.sleep(_STACKS_SECONDS)
-        found = {}
-        for child in waiting:
-            stack = _stack_of(child.plan.stacks)
-            after = "another rank had failed" if failing else f"{self.timeout:g} seconds"
-            found[child.plan.rank] = Failed("hung", f"after {after} it was in {_place_in(stack)}", stack)
         return found
 
     def close(self) -> None:
@@ -200,6 +188,20 @@ def _start(plan: _Plan) -> _Child:
     process.start()
     theirs.close()
     return _Child(plan, process, ours)
+
+
+def _hung(waiting: Sequence[_Child], after: str) -> dict[int, Failed]:
+    """Return where ranks are that did not answer in time."""
+    for child in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            if child.process.pid is not None:
+                os.kill(child.process.pid, _STACKS_SIGNAL)
+    time.sleep(_STACKS_SECONDS)
+    stacks = {child.plan.rank: _stack_of(child.plan.stacks) for child in waiting}
+    return {
+        rank: Failed("hung", f"after {after} it was in {_place_in(stack)}", stack)
+        for rank, stack in stacks.items()
+    }
 
 
 def _received(child: _Child) -> Any:
@@ -237,6 +239,8 @@ def _be_rank(plan: _Plan, pipe: Connection) -> None:
     """Join the group, and run settings until the parent has none left."""
     sys.path[:] = [*plan.path, *(each for each in sys.path if each not in plan.path)]
     torch.set_num_threads(1)
+    # The parent ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with plan.stacks.open("w") as stacks:
         faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=False)
         try:
