@@ -47,7 +47,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(388, 350),
     "files under 100 lines": Budget(107, 110),
-    "lines": Budget(69_600, 52_000),
+    "lines": Budget(69_650, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),
