@@ -39,6 +39,22 @@ class Block(nn.Linear):
 def make():
     return nn.Sequential(nn.Embedding(100, 8), Block(8, 8), Block(8, 8))
 """
+CASE = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Linear(4, 2)
+
+
+def batch(step, micro_batch, data_rank):
+    return torch.randn(3, 4)
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
 
 
 def commands() -> list[list[str]]:
@@ -63,6 +79,7 @@ def prepare() -> None:
     torch.save(optimizer, "optimizer.bin")
     Path("train.py").write_text(TRAIN, encoding="utf-8")
     Path("models.py").write_text(MODELS, encoding="utf-8")
+    Path("case.py").write_text(CASE, encoding="utf-8")
     source = open_source("model.pt")
     Path("runs").mkdir()
     write_checkpoint(source, "runs/a", world_size=2, step=4)

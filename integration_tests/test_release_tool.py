@@ -149,7 +149,7 @@ def test_the_first_release(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-checkpoint,"),
+        (["cores", "0.2.0"], "there is no package 'cores': there are flatparam, flatparam-certify,"),
         (["core", "next"], "'next' is no version: write it as in 0.2.0 or 0.2.0rc1"),
         (["core", "0.2"], "'0.2' is not how a version is written here: as in 0.2.0"),
         (["core", "0.2.0-rc1"], "'0.2.0-rc1' is not how a version is written here"),

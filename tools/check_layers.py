@@ -96,8 +96,11 @@ OPEN_NAMES: Final = {"flatparam.wrap._Policy": "the base class of FSDP1's polici
 CONTENTS: Final = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "src", "tests"}
 FREE_OF_DISTRIBUTED: Final = "flatparam-core"
 TORCH_FSDP: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-# The one place that may know torch's own FSDP: it makes torch's names ours.
-COMPATIBILITY: Final = ("flatparam-clients", ("installing.py", "names.py"))
+# The places that may know torch's own FSDP: one makes torch's names ours, the other has it checked on demand.
+COMPATIBILITY: Final = {
+    "flatparam-clients": ("installing.py", "names.py"),
+    "flatparam-certify": ("engines.py",),
+}
 # Those of FSDP1's private modules.
 FACADES: Final = "flatparam_clients.private"
 # What passes names of the layer beneath on: those to which its own signatures lead.
@@ -382,19 +385,19 @@ def check_core_is_free_of_distributed(packages: dict[str, Package], root: Path) 
 
 
 def check_torch_fsdp_is_known_in_one_place(packages: dict[str, Package], root: Path) -> Iterator[str]:
-    """Only the compatibility module of the wrapper imports torch's own FSDP."""
-    owner, places = COMPATIBILITY
+    """Only the compatibility modules, and the engines of certificates, import torch's own FSDP."""
+    allowed = " and ".join(
+        f"packages/{owner}/src/{owner.replace('-', '_')}/{places[0]}"
+        for owner, places in COMPATIBILITY.items()
+    )
     for package in packages.values():
         home = package.path / "src" / package.module
         for source in package.sources:
-            if package.name == owner and source.path.relative_to(home).parts[0] in places:
+            if source.path.relative_to(home).parts[0] in COMPATIBILITY.get(package.name, ()):
                 continue
             for use in source.uses:
                 if use.level == 0 and any(_is_or_is_under(use.name, fsdp) for fsdp in TORCH_FSDP):
-                    yield (
-                        f"{source.shown}:{use.line}: uses {use.name}; "
-                        f"only packages/{owner}/src/{owner.replace('-', '_')}/{places[0]} may"
-                    )
+                    yield (f"{source.shown}:{use.line}: uses {use.name}; only {allowed} may")
 
 
 def check_facades_are_not_used(packages: dict[str, Package], root: Path) -> Iterator[str]:

@@ -26,6 +26,7 @@ LAYERS: Final[dict[str, tuple[str, ...]]] = {
 }
 #: What each add-on may import, and declares. No layer imports an add-on.
 ADDONS: Final[dict[str, tuple[str, ...]]] = {
+    "flatparam-certify": ("flatparam", "flatparam-files"),
     "flatparam-clients": (
         "flatparam-core",
         "flatparam-comm",
@@ -64,9 +65,10 @@ TESTED_WITH: Final[dict[str, tuple[str, ...]]] = {
         ("flatparam-guard", "flatparam-onehost"),
     ),
     # The wrapper brings every add-on along, and has their names.
-    **dict.fromkeys(("flatparam", "flatparam-plan"), tuple(ADDONS)),
+    **dict.fromkeys(("flatparam", "flatparam-certify", "flatparam-plan"), tuple(ADDONS)),
     **dict.fromkeys(
-        ("flatparam-clients", "flatparam-meshes"), tuple(each for each in ADDONS if each != "flatparam-plan")
+        ("flatparam-clients", "flatparam-meshes"),
+        tuple(each for each in ADDONS if each not in ("flatparam-certify", "flatparam-plan")),
     ),
 }
 

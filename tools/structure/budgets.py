@@ -31,6 +31,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam": Budget(7_060, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
+    "flatparam-certify": Budget(4_000, 8_000),
     "flatparam-checkpoint": Budget(3_250, 8_000),
     "flatparam-guard": Budget(3_100, 8_000),
     "flatparam-meshes": Budget(1_500, 8_000),
@@ -45,9 +46,9 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
-    "files": Budget(380, 350),
-    "files under 100 lines": Budget(107, 110),
-    "lines": Budget(68_650, 52_000),
+    "files": Budget(396, 350),
+    "files under 100 lines": Budget(108, 110),
+    "lines": Budget(71_750, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 GROUP: Final = "flatparam.commands"
 """The entry points of subcommands: functions that add theirs to the subparsers of argparse that they are given."""
 _KNOWN: Final = {
+    "certify": "flatparam_certify.certify_command:add",
     "ckpt": "flatparam_files.command:add",
     "plan": "flatparam_plan.command:add",
     "run": "flatparam_clients.programs:add",
@@ -21,6 +22,7 @@ _KNOWN: Final = {
 }
 """The subcommands of our own add-ons, which are also found where nothing is installed, as in a checkout."""
 _ADDONS: Final = (
+    "flatparam_certify",
     "flatparam_checkpoint",
     "flatparam_clients",
     "flatparam_files",
