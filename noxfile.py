@@ -87,20 +87,15 @@ def alone(session: nox.Session) -> None:
 
 
 @nox.session
-def integration(session: nox.Session) -> None:
-    """Several layers, or several ranks, at once: integration_tests on CPU; `-- long`: what `tests` leaves out."""
-    if session.posargs[:1] != ["long"]:
-        installed(session).pytest("-m", "not gpu and not long", "integration_tests", *session.posargs)
-        return
-    # Whole grids of settings, tools from end to end. Optimizers of whole matrices are in `run -- matrix-optimizers`.
-    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
-    installed(session).pytest("-m", "long and not gpu", *others, "docs", *TESTS, *session.posargs[1:])
-
-
-@nox.session
 def sums(session: nox.Session) -> None:
     """One hash for every way to train with exact sums, unequal work, and what both cost; `--ways 5` for less."""
     installed(session).run("tools/sums.py", *session.posargs)
+
+
+@nox.session
+def meshes(session: nox.Session) -> None:
+    """Tensor parallelism, beside torch's FSDP1 and FSDP2, in docs/meshes.md; `--short` for flatparam alone."""
+    installed(session).run("tools/meshes_page.py", *session.posargs)
 
 
 @nox.session
@@ -278,13 +273,24 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "fuzz": ("-m", "packages.flatparam-files.tests.fuzzing"),  # changed files for every reader of checkpoints
     "layouts": ("tools/layouts_page.py",),  # the tables of docs/layouts.md
     "load": ("-m", "integration_tests.load"),  # long, wide, large and disturbed jobs; half an hour
-    "meshes": ("tools/meshes_page.py",),  # tensor parallelism, beside torch's FSDP1 and FSDP2: docs/meshes.md
     "overlap": (  # what is hidden behind computing, on the simulated device
         *("-m", "integration_tests.simulated.overlap"),
         *("--pictures", "build/overlap", "--docs", "docs/pictures"),
     ),
     "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
 }
+
+
+def integration(session: nox.Session, arguments: Sequence[str] = ()) -> None:
+    """Several layers, or several ranks, at once: integration_tests on CPU (arguments go to pytest)."""
+    installed(session).pytest("-m", "not gpu and not long", "integration_tests", *arguments)
+
+
+def long(session: nox.Session, arguments: Sequence[str]) -> None:
+    """The tests that take long: whole grids of settings, tools from end to end, every workload; not in `tests`."""
+    # Optimizers of whole matrices are in `run -- matrix-optimizers`.
+    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
+    installed(session).pytest("-m", "long and not gpu", *others, "docs", *TESTS, *arguments)
 
 
 def browser(session: nox.Session, arguments: Sequence[str]) -> None:
@@ -360,5 +366,8 @@ def publish(session: nox.Session, arguments: Sequence[str]) -> None:
 
 LONGER: Mapping[str, Callable[[nox.Session, Sequence[str]], None]] = {
     each.__name__.replace("_", "-"): each
-    for each in (browser, coverage, deepspeed, matrix_optimizers, models, plan, pretrained, publish)
+    for each in (
+        *(browser, coverage, deepspeed, integration, long),
+        *(matrix_optimizers, models, plan, pretrained, publish),
+    )
 }
