@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -88,13 +89,32 @@ class EngineUnderTest:
         dtype = {} if precision == "fp32" else {"dtype": _DTYPES[precision]}
         made = self._found()(model, mesh, **dtype)
         if isinstance(made, nn.Module):
-            return Trainer(made)
+            return _trainer_of(made)
         if not isinstance(made, Trainer):
             raise CertifyError(
                 f"engine {self.name}: expected a torch.nn.Module or a flatparam_certify.Trainer, found "
                 f"{type(made).__name__}; return what the loss is called with"
             )
         return made
+
+
+def _trainer_of(module: nn.Module) -> Trainer:
+    """Return the trainer of a module: one of flatparam or of FSDP1 shows whole parameters on demand."""
+    units, fsdp1 = (sys.modules.get(name) for name in ("flatparam_runtime", "torch.distributed.fsdp"))
+    if units is not None and units.units_in(module):
+        import flatparam
+
+        clip = None if hasattr(module, "clip_grad_norm_") else _clip_ours
+        return SummoningTrainer(module, flatparam.FullyShardedDataParallel.summon_full_params, clip)
+    if fsdp1 is not None and isinstance(module, fsdp1.FullyShardedDataParallel):
+        return SummoningTrainer(module, fsdp1.FullyShardedDataParallel.summon_full_params)
+    return Trainer(module)
+
+
+def _clip_ours(module: nn.Module, norm: float) -> torch.Tensor:
+    import flatparam
+
+    return flatparam.clip_grad_norm_(module.parameters(), norm)
 
 
 @final
@@ -137,7 +157,7 @@ def _flatparam(
         auto_wrap_policy=_policy(model, wrap),
         use_orig_params=True,
     )
-    return SummoningTrainer(wrapped, kind.summon_full_params)
+    return _trainer_of(wrapped)
 
 
 def _policy(model: nn.Module, wrap: tuple[str, ...]) -> Any:
@@ -159,11 +179,7 @@ def _fully_shard(
     policy = flatparam.MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
     for each in (*_units(model, wrap), model):
         flatparam.fully_shard(each, mesh=part, mp_policy=policy)
-    return SummoningTrainer(
-        model,
-        flatparam.FullyShardedDataParallel.summon_full_params,
-        lambda module, norm: flatparam.clip_grad_norm_(module.parameters(), norm),
-    )
+    return _trainer_of(model)
 
 
 def _torch_fsdp1(
@@ -182,7 +198,7 @@ def _torch_fsdp1(
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
-    return SummoningTrainer(wrapped, kind.summon_full_params)
+    return _trainer_of(wrapped)
 
 
 def _torch_fsdp2(

@@ -120,13 +120,13 @@ class SummoningTrainer(Trainer):
     def weights(self) -> Whole:
         """Return every parameter, whole."""
         with self.summon(self.module, writeback=False):
-            return {name: each.detach().clone() for name, each in named_parameters(self.module)}
+            return {name: whole(each.detach()).clone() for name, each in named_parameters(self.module)}
 
     def gradients(self) -> Whole:
         """Return every gradient, whole."""
         with self.summon(self.module, writeback=False, with_grads=True):
             return {
-                name: None if each.grad is None else each.grad.clone()
+                name: None if each.grad is None else whole(each.grad).clone()
                 for name, each in named_parameters(self.module)
             }
 
