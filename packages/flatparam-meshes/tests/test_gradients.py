@@ -307,3 +307,24 @@ def part_of(ranks: Collectives) -> tuple[tuple[int, ...], int]:
     assert torch.equal(part.t().reshape(-1), in_order)
     assert torch.equal(form(part).full_tensor(), full)
     return held.stride, held.offset
+
+
+def exactly(ranks: Collectives) -> list[str]:
+    mesh = mesh_of(2, 2)
+    model = wrapped(mesh, reduction="exact")
+    model(inputs(mesh["data"].get_local_rank())).square().mean().backward()
+    models = [one_process(rank) for rank in range(2)]
+    right = {
+        name: sum(model.get_parameter(name).grad for model in models) / 2  # type: ignore[arg-type, misc]
+        for name, _ in models[0].named_parameters()
+    }
+    norm = torch.stack([value.norm() for value in right.values()]).norm()
+    wrong = [
+        n for n, g in shown_gradients(model).items() if not torch.allclose(g, right[n], rtol=1e-4, atol=1e-6)
+    ]
+    return wrong + ([] if torch.allclose(model.clip_grad_norm_(1e9), norm, rtol=1e-5) else ["norm"])
+
+
+def test_exact_sums_over_data_parallelism() -> None:
+    """With `reduction="exact"` gradients and norm are right under tensor parallelism, too."""
+    assert run_processes(4, exactly) == [[]] * 4
