@@ -101,6 +101,40 @@ def test_what_an_unsynced_backward_leaves(free_after_forward: bool) -> None:
     check_at_rest(module)
 
 
+@pytest.mark.parametrize("order", ["all forward passes first", "one ahead"])
+def test_forward_passes_that_run_ahead(order: str, free_after_forward: bool, use_orig_params: bool) -> None:
+    """Backward passes may come later, as in a pipeline: a plan that keeps gathers once, and gradients add up."""
+
+    def train(collectives: Collectives) -> Grads:
+        ledger = ByteLedger()
+        module = sharded(
+            Stack,
+            RecordingCollectives(collectives, ledger),
+            units=BLOCKS,
+            use_orig_params=use_orig_params,
+            free_after_forward=free_after_forward,
+            free_after_unsynced_backward=free_after_forward,
+        )
+        with no_sync(module):
+            losses = [loss(module, collectives.rank, 0)]
+            for number in range(1, 3):
+                losses.append(loss(module, collectives.rank, number))
+                if order == "one ahead":
+                    losses.pop(0).backward()
+            for each in losses:
+                each.backward()
+        if not free_after_forward:
+            assert ledger.by_op()["all_gather"].count == 3
+        loss(module, collectives.rank, 3).backward()
+        assert ledger.by_op()["reduce_scatter"].count == 3
+        check_at_rest(module)
+        return full_gradients(module)
+
+    expected = accumulated(Stack, 2, 4)
+    for found in run(2, train):
+        check_same(found, expected)
+
+
 def test_contexts_nest(ranks: int) -> None:
     """An inner ``no_sync`` ends with nothing changed for the outer one."""
 

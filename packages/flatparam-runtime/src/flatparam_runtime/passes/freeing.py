@@ -33,7 +33,7 @@ def may_free(
 
     | moment | they stay if |
     | --- | --- |
-    | PASS_BEGINS | nobody has changed the shards, and a caller holds them, or gradients were not synchronised |
+    | PASS_BEGINS | nobody has changed the shards, and a caller holds them, or gradients were or are not synchronised |
     | CALL_ENDED | a backward pass is under way (`in_backward`): the gradients of a recomputation come at once |
     | | the call was recorded, and its unit is expected to be first in backward (`is_next`) |
     | | another call or a context uses them, or the call has returned one of them, and has not failed |

@@ -353,11 +353,12 @@ class UnitTree:
         return self.forward or self.last_forward or ForwardPass()
 
     def _settle_leftovers(self) -> None:
+        kept = self.keeps_unsharded
         for unit in self.units:
             if unit.phase is not Phase.IDLE:
                 unit.reset(drop_gradients=False)
-            # Every rank must decide alike, and does: all run the same program, which steps or does not.
-            elif not free(unit, Juncture.PASS_BEGINS, is_kept=self.keeps_unsharded):
+            # Every rank must decide alike, and does. In a pipeline several forward passes come before a backward pass.
+            elif not free(unit, Juncture.PASS_BEGINS, is_kept=kept or not unit.reducer.synchronises):
                 unit.follow_training()
 
     def recover(self) -> None:

@@ -277,9 +277,8 @@ class Unit:
         """
         if self.gather is None:
             return
-        fit = self.gather.is_rounded is (self.plan.gathers is not None and not full_precision) and all(
-            handle.computes_in(full_precision=full_precision) for handle in self.handles
-        )
+        fit = all([each.computes_in(full_precision=full_precision) for each in self.handles])
+        fit = fit and self.gather.is_rounded is (self.plan.gathers is not None and not full_precision)
         if (not fit or (stale and self.is_stale)) and not self.is_needed:
             self.reshard()
 
