@@ -10,7 +10,7 @@ from typing import Final
 from flatparam_certify import CertifyError
 from flatparam_certify.meshes import DIMENSIONS, OF_DATA, MeshSizes
 from flatparam_certify.settings import OPTIMIZERS, PRECISIONS, STEPS, number_of_settings, settings_for
-from flatparam_files.command import ArgumentsError, exit_statuses, say
+from flatparam_files.command import ArgumentsError, existing, exit_statuses, say
 from flatparam_files.disk.progress import progress_bar
 
 ENGINES: Final = ("flatparam", "fully_shard", "torch-fsdp1", "torch-fsdp2", "torch-ddp", "plain")
@@ -33,6 +33,14 @@ _QUIETER: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR", "MKL_CBWR": "AVX2,STRICT", "O
 and products of matrices whose bits do not depend on where their operands lie."""
 
 
+def _importable(text: str) -> str:
+    """Return the name of something to import; a file has to be there, which is found out before torch is imported."""
+    file, _, _ = text.rpartition(":") if ":" in text else (text, "", "")
+    if file.endswith(".py"):
+        existing(file)
+    return text
+
+
 def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `certify` to the commands of `flatparam`."""
     added = groups.add_parser(
@@ -46,12 +54,14 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     added.add_argument(
         "case",
         metavar="CASE",
+        type=_importable,
         help="FILE.py or MODULE with the three functions, or FILE.py:NAME, MODULE:NAME",
     )
     added.add_argument(
         "--engine",
         default="flatparam",
         metavar="NAME",
+        type=_importable,
         help=f"{', '.join(ENGINES)}, or FILE.py:NAME, MODULE:NAME of yours (default: flatparam)",
     )
     added.add_argument(
