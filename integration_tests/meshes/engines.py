@@ -93,13 +93,15 @@ def sharded(setting: Setting, model: Any, mesh: Any) -> nn.Module:
         )
         for number, block in enumerate(model.layers):
             model.layers[number] = wrap(block)
-        return wrap(model)
+        wrapped: nn.Module = wrap(model)
+        return wrapped
     policy = library.MixedPrecisionPolicy
     narrow = policy(torch.bfloat16, torch.float32) if setting.narrow else policy()
     for block in model.layers:
         library.fully_shard(block, mesh=mesh, mp_policy=narrow)
     library.fully_shard(model, mesh=mesh, mp_policy=narrow)
-    return model
+    in_place: nn.Module = model
+    return in_place
 
 
 @contextlib.contextmanager

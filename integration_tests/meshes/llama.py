@@ -36,11 +36,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        heads = (
+        query, key, value = (
             w(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        found = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.wo(found.transpose(1, 2).reshape(batch, length, -1))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        made: Tensor = self.wo(found.transpose(1, 2).reshape(batch, length, -1))
+        return made
 
 
 class MLP(nn.Module):
@@ -52,7 +53,8 @@ class MLP(nn.Module):
         self.w2 = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        made: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return made
 
 
 class Block(nn.Module):
@@ -69,7 +71,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        made: Tensor = x + self.mlp(self.mlp_norm(x))
+        return made
 
 
 class Llama(nn.Module):
@@ -82,10 +85,11 @@ class Llama(nn.Module):
         self.norm, self.output = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x: Tensor = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x))
+        made: Tensor = self.output(self.norm(x))
+        return made
 
 
 def parallelize(
@@ -110,7 +114,8 @@ def parallelize(
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     plan = {"embedding": embedding, "output": head, **({"norm": SequenceParallel()} if sequence else {})}
     parallelize_module(model, mesh, plan)
-    for block in model.layers:
+    blocks: Any = model.layers
+    for block in blocks:
         gather = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
         inside = {
             **{"attention": gather, "mlp": gather},
@@ -138,7 +143,7 @@ def backward(model: nn.Module, number: int, rank: int, *, loss_parallel: bool = 
     tokens, targets = batch(number, rank)
     with parallel() if loss_parallel else contextlib.nullcontext():
         loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
     return float(whole(loss.detach()))
 
 
