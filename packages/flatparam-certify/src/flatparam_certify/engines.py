@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -21,6 +22,8 @@ from flatparam_certify.trainer import AutocastTrainer, SummoningTrainer, Trainer
 
 _DTYPES: Final = {"bf16": torch.bfloat16}
 _DATA: Final = ("dp_replicate", "dp_shard")
+_OF_TORCH: Final = "torch.distributed.fsdp"
+"""The module of torch's FSDP1 and FSDP2."""
 
 
 @final
@@ -100,7 +103,7 @@ class EngineUnderTest:
 
 def _trainer_of(module: nn.Module) -> Trainer:
     """Return the trainer of a module: one of flatparam or of FSDP1 shows whole parameters on demand."""
-    units, fsdp1 = (sys.modules.get(name) for name in ("flatparam_runtime", "torch.distributed.fsdp"))
+    units, fsdp1 = (sys.modules.get(name) for name in ("flatparam_runtime", _OF_TORCH))
     if units is not None and units.units_in(module):
         import flatparam
 
@@ -142,22 +145,40 @@ def _plain(
     return Trainer(model) if dtype is None else AutocastTrainer(model, dtype)
 
 
-def _flatparam(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
+def _wrapped(
+    library: str,
+    wrap: tuple[str, ...],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
 ) -> Trainer:
-    import flatparam
-
-    part, is_hybrid = _of_data(mesh)
-    kind = flatparam.FullyShardedDataParallel
-    wrapped = kind(
+    """Return the trainer of a model in the class `FullyShardedDataParallel` of torch or of flatparam."""
+    found, (part, is_hybrid) = importlib.import_module(library), _of_data(mesh)
+    wrapped = found.FullyShardedDataParallel(
         model,
         device_mesh=part,
-        sharding_strategy=flatparam.ShardingStrategy.HYBRID_SHARD if is_hybrid else None,
-        mixed_precision=None if dtype is None else flatparam.MixedPrecision(dtype, torch.float32),
+        sharding_strategy=found.ShardingStrategy.HYBRID_SHARD if is_hybrid else None,
+        mixed_precision=None if dtype is None else found.MixedPrecision(dtype, torch.float32),
         auto_wrap_policy=_policy(model, wrap),
+        device_id=torch.device("cpu"),
         use_orig_params=True,
     )
     return _trainer_of(wrapped)
+
+
+def _in_place(
+    library: str,
+    wrap: tuple[str, ...],
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+) -> Trainer:
+    """Return the trainer of a model that `fully_shard` of torch or of flatparam has sharded."""
+    found, (part, _) = importlib.import_module(library), _of_data(mesh)
+    policy = found.MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
+    for each in (*_units(model, wrap), model):
+        found.fully_shard(each, mesh=part, mp_policy=policy)
+    return _trainer_of(model)
 
 
 def _policy(model: nn.Module, wrap: tuple[str, ...]) -> Any:
@@ -170,49 +191,6 @@ def _policy(model: nn.Module, wrap: tuple[str, ...]) -> Any:
     return lambda module, recurse, nonwrapped_numel: recurse or id(module) in units
 
 
-def _fully_shard(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
-) -> Trainer:
-    import flatparam
-
-    part, _ = _of_data(mesh)
-    policy = flatparam.MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
-    for each in (*_units(model, wrap), model):
-        flatparam.fully_shard(each, mesh=part, mp_policy=policy)
-    return _trainer_of(model)
-
-
-def _torch_fsdp1(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
-) -> Trainer:
-    from torch.distributed import fsdp
-
-    part, is_hybrid = _of_data(mesh)
-    kind = fsdp.FullyShardedDataParallel
-    wrapped = kind(
-        model,
-        device_mesh=part,
-        sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD if is_hybrid else None,
-        mixed_precision=None if dtype is None else fsdp.MixedPrecision(dtype, torch.float32),
-        auto_wrap_policy=_policy(model, wrap),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
-    return _trainer_of(wrapped)
-
-
-def _torch_fsdp2(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
-) -> Trainer:
-    from torch.distributed import fsdp
-
-    part, _ = _of_data(mesh)
-    policy = fsdp.MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
-    for each in (*_units(model, wrap), model):
-        fsdp.fully_shard(each, mesh=part, mp_policy=policy)
-    return Trainer(model)
-
-
 def _torch_ddp(
     wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> Trainer:
@@ -222,10 +200,10 @@ def _torch_ddp(
 
 
 BUILT_IN: Final = {
-    "flatparam": _BuiltIn(_flatparam),
-    "fully_shard": _BuiltIn(_fully_shard),
-    "torch-fsdp1": _BuiltIn(_torch_fsdp1),
-    "torch-fsdp2": _BuiltIn(_torch_fsdp2),
+    "flatparam": _BuiltIn(functools.partial(_wrapped, "flatparam")),
+    "fully_shard": _BuiltIn(functools.partial(_in_place, "flatparam")),
+    "torch-fsdp1": _BuiltIn(functools.partial(_wrapped, _OF_TORCH)),
+    "torch-fsdp2": _BuiltIn(functools.partial(_in_place, _OF_TORCH)),
     "torch-ddp": _BuiltIn(_torch_ddp),
     "plain": _BuiltIn(_plain, ()),
 }

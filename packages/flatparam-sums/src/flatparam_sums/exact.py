@@ -184,7 +184,15 @@ class ExactSums:
             output, parts = handle.begin_reduce_parts()
             factors = [*self.weights] or [1.0] * shard.size
             return output, _ExactSum(
-                reducer, handle, [parts], factors, divisor, output, label, is_expanded=bool(self.weights)
+                self,
+                reducer,
+                handle,
+                [parts],
+                factors,
+                divisor,
+                output,
+                label,
+                is_expanded=bool(self.weights),
             )
         if held is None:
             gradients.collect()
@@ -212,6 +220,7 @@ class ExactSums:
         # On every rank alike, whatever it has itself.
         is_expanded = bool(widths or self.weights or self.wire)
         return output, _ExactSum(
+            self,
             reducer,
             handle,
             given,
@@ -221,7 +230,6 @@ class ExactSums:
             label,
             is_expanded=is_expanded,
             codec=codec,
-            sums=self,
         )
 
     def _encoded(self, codec: Codec, handle: FlatParamHandle, held: Collected, divisor: float) -> Tensor:
@@ -272,6 +280,7 @@ class _ExactSum:
 
     def __init__(
         self,
+        sums: ExactSums,
         reducer: Reducer,
         handle: FlatParamHandle,
         given: Sequence[Tensor | Parts],
@@ -282,7 +291,6 @@ class _ExactSum:
         *,
         is_expanded: bool,
         codec: Codec | None = None,
-        sums: ExactSums | None = None,
     ) -> None:
         self._codec, self._sums, self._handle = codec, sums, handle
         self._replicate, self._label = reducer.topology.replicate, label
@@ -328,8 +336,8 @@ class _ExactSum:
         part = -(-numel // size)
         numels = [max(0, min(part, numel - rank * part)) for rank in range(size)]
         given: Sequence[Tensor] = rows
-        codec = None if self._sums is None else self._sums.second
-        if codec is not None and self._sums is not None:
+        codec = self._sums.second
+        if codec is not None:
             total = Expansion()
             for row, factor in zip(rows, factors, strict=True):
                 add_exactly(total, row, factor)

@@ -176,7 +176,7 @@ def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Itera
         if exact and weight is not None and (weight != int(weight) or weight >= MOST):
             raise ValueError(
                 f"{state.who}: expected a whole number below 2**29 as weight, whose sum over ranks is exact, as "
-                f"reduction='exact' and wire='bf16' have it, found {weight!r}"
+                f"reduction='exact' and a wire have it, found {weight!r}"
             )
         state.is_inside = True
         try:
