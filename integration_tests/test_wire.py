@@ -17,6 +17,8 @@ from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology, run_threads
 from flatparam_comm.testing import run_processes
+from flatparam_comm.transfer.reduction import PART_NBYTES
+from flatparam_onehost import shared_memory
 from flatparam_runtime import summon_full_params
 from flatparam_sums import Wire, load_residuals, save_residuals
 
@@ -55,6 +57,26 @@ def test_equal_bits_on_every_transport(wire: Wire) -> None:
         found |= {*run_processes(2, trained, transport, wire)}
     assert len(found) == 1
     assert found != {*run_threads(2, trained, "threads", "default")}
+
+
+def summed_over_copies(ranks: Collectives, transport: str, wire: Wire) -> str:
+    """Return the hash of two passes' gradients over two groups of two ranks, which take them where autograd left them."""
+    topology = Topology.cut(ranks, [[0, 1], [2, 3]])
+    if transport == "shared memory":
+        topology = Topology(shared_memory(topology.shard), topology.replicate)
+    with PART_NBYTES.set_to(0):
+        model = FSDP(sums.build(), topology, use_orig_params=True, wire=wire)
+        for number in range(2):
+            step(model, number, ranks.rank)
+    found = {str(number): each.grad for number, each in enumerate(model.parameters())}
+    return sums.digest_of(found)
+
+
+@pytest.mark.parametrize("wire", [Wire(across="int8"), Wire(reduce="bf16")], ids=["across", "both"])
+def test_copies_of_gradients_that_are_not_copied(wire: Wire) -> None:
+    """Through shared memory the sum over copies has its format, too, if gradients travel without a flat buffer."""
+    threads = run_threads(4, summed_over_copies, "threads", wire)
+    assert run_processes(4, summed_over_copies, "shared memory", wire) == threads
 
 
 def test_by_unit() -> None:

@@ -219,7 +219,7 @@ class ExactSums:
         factors = [1.0] * shard.size if is_weighed else [*self.weights]
         # On every rank alike, whatever it has itself.
         is_expanded = bool(widths or self.weights or self.wire)
-        return output, _ExactSum(
+        made = _ExactSum(
             self,
             reducer,
             handle,
@@ -231,16 +231,15 @@ class ExactSums:
             is_expanded=is_expanded,
             codec=codec,
         )
+        return output, made
 
     def _encoded(self, codec: Codec, handle: FlatParamHandle, held: Collected, divisor: float) -> Tensor:
         """Return the bytes that this rank gives, its parts in the order of ranks."""
         layout, numels = handle.layout, [*handle.layout.shard_numels]
         residuals = self.held_residuals
+        values = rounded(held.total, 1.0, codec.dtype if residuals is None else torch.float32)
         if residuals is not None:
-            return residuals.encoded(
-                codec, handle, rounded(held.total, 1.0, torch.float32), divisor, held.arrived
-            )
-        values = rounded(held.total, 1.0, codec.dtype)
+            return residuals.encoded(codec, handle, values, divisor, held.arrived)
         return encoded(codec, layout.chunks.joined(values) if layout.is_chunked else values, numels)
 
     def norm(
@@ -336,24 +335,20 @@ class _ExactSum:
         part = -(-numel // size)
         numels = [max(0, min(part, numel - rank * part)) for rank in range(size)]
         given: Sequence[Tensor] = rows
-        codec = self._sums.second
-        if codec is not None:
+        codec, residuals = self._sums.second, self._sums.held_residuals
+        if codec is not None or self._is_expanded or len(rows) > 1:
             total = Expansion()
             for row, factor in zip(rows, factors, strict=True):
                 add_exactly(total, row, factor)
-            residuals = self._sums.held_residuals
-            if residuals is None:
+            if codec is None:
+                # The ranks may need different numbers of tensors.
+                most = max(replicate.exchange(len(total), label=_LABEL))
+                given = [*total, *(torch.zeros_like(total[0]) for _ in range(most - len(total)))]
+            elif residuals is None:
                 given = [encoded(codec, rounded(total, 1.0, codec.dtype), numels)]
             else:
                 values = rounded(total, 1.0, torch.float32)
                 given = [residuals.encoded_sum(codec, self._handle, values, self._divisor, numels)]
-        elif self._is_expanded or len(rows) > 1:
-            total = Expansion()
-            for row, factor in zip(rows, factors, strict=True):
-                add_exactly(total, row, factor)
-            # The ranks may need different numbers of tensors.
-            most = max(replicate.exchange(len(total), label=_LABEL))
-            given = [*total, *(torch.zeros_like(total[0]) for _ in range(most - len(total)))]
         own = numels[replicate.rank]
         sizes = numels if codec is None else [codec.nbytes(each) for each in numels]
         received, pendings = _exchanged(replicate, given, sizes, sizes[replicate.rank], self._label)
