@@ -1,20 +1,25 @@
-"""Train a small Llama on meshes, by flatparam and by torch's FSDP1 and FSDP2, and say what is right: docs/meshes.md.
+"""Train a small Llama and a small Mixtral on meshes, by flatparam and by torch, and say what is right: docs/meshes.md.
 
-    python tools/meshes_page.py             print the table
-    python tools/meshes_page.py --write     and put it into docs/meshes.md
-    python tools/meshes_page.py --short     only the first rows, and flatparam alone; fails if anything is wrong
+    python tools/meshes_page.py               print the tables
+    python tools/meshes_page.py --write       and put them into docs/meshes.md
+    python tools/meshes_page.py --short       a few rows, and flatparam alone; fails if anything is wrong
+    python tools/meshes_page.py --products    only the pairs and triples of dimensions
 
-Each cell is a run of three steps: loss, every parameter's gradient, the norm of clipping and the weights are compared
-with those of one process that has all data.
+In the first table each cell is a run of three steps: loss, every parameter's gradient, the norm of clipping and the
+weights are compared with those of one process that has all data. In the second each cell is a certificate
+(`flatparam certify`) for every pair and every triple of dimensions, each of two ranks.
 """
 
 import argparse
+import itertools
 import sys
 import warnings
+from collections import Counter
 from typing import Any
 
 from pages import ROOT, fill
 
+from flatparam_certify import certify
 from flatparam_comm.testing import be_patient
 from integration_tests.meshes.engines import OURS, THEIRS, Setting
 from integration_tests.meshes.training import run
@@ -77,24 +82,89 @@ def table(rows: list[str], engines: tuple[str, ...]) -> list[str]:
     return lines
 
 
+#: The name of each dimension in the table, and in a certificate.
+DIMENSIONS = {
+    "replicate": "dp_replicate",
+    "shard": "dp_shard",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "pp": "pp",
+}
+SPREAD = "integration_tests.meshes.spread"
+#: The engines of the second table, by what they are called there.
+SPREADERS = {"flatparam: originals": "originals", "flatparam: fully_shard": "in_place", "FSDP2": "torchs"}
+SHORT_PRODUCT = ("shard", "tp", "ep")
+
+
+def products() -> list[tuple[str, tuple[str, ...]]]:
+    """Return the model and the dimensions of each row: experts take the model that has some."""
+    return [
+        (model, names)
+        for model in ("Llama", "Mixtral")
+        for size in (2, 3)
+        for names in itertools.combinations(DIMENSIONS, size)
+        if model == "Mixtral" or "ep" not in names
+    ]
+
+
+def certified(model: str, names: tuple[str, ...], engine: str) -> str:
+    """Return what a cell says: right, in how many settings, or what is wrong in most of them."""
+    mesh = {DIMENSIONS[name]: 2 for name in names}
+    found = certify(
+        f"{SPREAD}:{model.upper()}",
+        f"{SPREAD}:{engine}",
+        mesh,
+        groups_of_one=False,
+        precisions=("fp32",),
+        optimizers=("adamw",),
+    )
+    ran = [each for each in found.runs if not each.skipped]
+    wrong = [each for each in ran if each.findings]
+    if not wrong:
+        return f"right ({len(ran)})" if ran else "not run"
+    texts = Counter(finding.text.partition("\n")[0][:60] for each in wrong for finding in each.findings)
+    what = texts.most_common(1)[0][0]
+    return f"**wrong** ({len(wrong)} of {len(ran)}): {what}"
+
+
+def products_table(rows: list[tuple[str, tuple[str, ...]]], engines: tuple[str, ...]) -> list[str]:
+    """Return the lines of the second table."""
+    lines = ["| model | mesh | " + " | ".join(engines) + " |", "| --- " * (len(engines) + 2) + "|"]
+    for model, names in rows:
+        cells = [certified(model, names, SPREADERS[engine]) for engine in engines]
+        lines.append(f"| {model} | {' x '.join(names)} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def are_right(lines: list[str], names: int, engines: int) -> bool:
+    """Return whether the first `engines` cells of each row say so, after those that name the row."""
+    return all("right" in cell for line in lines[2:] for cell in line.split(" | ")[names : names + engines])
+
+
 def main() -> int:
-    """Print the table, and write it if asked."""
+    """Print the tables, and write them if asked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/meshes.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/meshes.md")
     parser.add_argument("--short", action="store_true", help="a few rows of flatparam alone")
+    parser.add_argument("--products", action="store_true", help="only the pairs and triples of dimensions")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     be_patient()
-    if chosen.short:
-        lines = table(list(ROWS)[:SHORT], OURS)
-        return int(any("wrong" in line or "crash" in line for line in lines))
-    lines = table(list(ROWS), (*OURS, *THEIRS))
+    rows = [("Mixtral", SHORT_PRODUCT)] if chosen.short else products()
+    spreaders = tuple(SPREADERS)[: 1 if chosen.short else None]
+    blocks = {"products": products_table(rows, spreaders)}
+    right = are_right(blocks["products"], 2, sum(each.startswith("flatparam") for each in spreaders))
+    if not chosen.products:
+        engines = OURS if chosen.short else (*OURS, *THEIRS)
+        blocks["table"] = table(list(ROWS)[: SHORT if chosen.short else None], engines)
+        right = right and are_right(blocks["table"], 1, len(OURS))
     if chosen.write:
-        fill(PAGE, {"table": "\n".join(lines)})
-    ours = [cell for line in lines[2:] for cell in line.split(" | ")[1 : len(OURS) + 1]]
-    return int(any("right" not in cell for cell in ours))
+        fill(PAGE, {name: "\n".join(lines) for name, lines in blocks.items()})
+    return int(not right)
 
 
 if __name__ == "__main__":

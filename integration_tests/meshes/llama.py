@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,19 +29,46 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (WIDTH,), self.weight, 1e-5)
 
 
+class Gathered(torch.autograd.Function):
+    """The parts of all ranks along the last dimension but one; each gets back what all have found for its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        padded = F.pad(part, (0, 0, 0, max(sizes) - part.shape[-2]))
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in sizes]
+        dist.all_gather(parts, padded.contiguous(), group=group)
+        return torch.cat([each[..., :size, :] for each, size in zip(parts, sizes, strict=True)], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        whole = gradient.contiguous().clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.split([*ctx.sizes], dim=-2)[dist.get_rank(ctx.group)], None, None
+
+
 class Attention(nn.Module):
-    """Causal attention; each rank has some of the heads."""
+    """Causal attention; each rank has some of the heads, and maybe a part of the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.shared: tuple[Any, Sequence[int]] | None = None
+        """The group that shares a sequence, and the lengths of its parts."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             w(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.shared is None:
+            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            group, sizes = self.shared
+            begin = sum(sizes[: dist.get_rank(group)])
+            key, value = (Gathered.apply(each, group, sizes) for each in (key, value))
+            seen = torch.arange(sum(sizes)) <= torch.arange(begin, begin + length).unsqueeze(-1)
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         made: Tensor = self.wo(found.transpose(1, 2).reshape(batch, length, -1))
         return made
 
@@ -58,16 +87,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm."""
+    """Attention and an MLP, or what stands in its place, each behind a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = (
-            RMSNorm(),
-            Attention(),
-            RMSNorm(),
-            MLP(),
-        )
+        self.attention_norm, self.attention = RMSNorm(), Attention()
+        self.mlp_norm, self.mlp = RMSNorm(), MLP() if mlp is None else mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -76,20 +101,20 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, blocks, norm, head."""
+    """Embedding, blocks, norm, head; a stage of a pipeline has some of these, and None or nothing for the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm, self.output = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block(mlp()) for _ in range(LAYERS)])
+        self.norm: nn.Module | None = RMSNorm()
+        self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.embedding(tokens)
+        x = tokens if self.embedding is None else self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        made: Tensor = self.output(self.norm(x))
-        return made
+        return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
 def parallelize(
@@ -100,6 +125,7 @@ def parallelize(
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
+        PrepareModuleInputOutput,
         RowwiseParallel,
         SequenceParallel,
         parallelize_module,
@@ -113,18 +139,32 @@ def parallelize(
     )
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     plan = {"embedding": embedding, "output": head, **({"norm": SequenceParallel()} if sequence else {})}
-    parallelize_module(model, mesh, plan)
+    parallelize_module(
+        model, mesh, {name: how for name, how in plan.items() if getattr(model, name) is not None}
+    )
     blocks: Any = model.layers
     for block in blocks:
+        if not isinstance(block, Block):
+            continue
         gather = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-        inside = {
-            **{"attention": gather, "mlp": gather},
-            **dict.fromkeys(
-                ("attention.wq", "attention.wk", "attention.wv", "mlp.w1", "mlp.w3"), ColwiseParallel()
-            ),
-            **dict.fromkeys(("attention.wo", "mlp.w2"), RowwiseParallel(output_layouts=between)),
-            **(dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel()) if sequence else {}),
-        }
+        columns, rows = ["attention.wq", "attention.wk", "attention.wv"], ["attention.wo"]
+        inside: dict[str, Any] = {"attention": gather}
+        if isinstance(block.mlp, MLP):
+            inside["mlp"] = gather
+            columns, rows = [*columns, "mlp.w1", "mlp.w3"], [*rows, "mlp.w2"]
+        else:
+            # It computes with plain tensors: each rank has all tokens, and finds the same.
+            inside["mlp"] = PrepareModuleInputOutput(
+                input_layouts=(between,),
+                desired_input_layouts=(Replicate(),),
+                use_local_input=True,
+                output_layouts=(Replicate(),),
+                desired_output_layouts=(between,),
+            )
+        inside |= dict.fromkeys(columns, ColwiseParallel())
+        inside |= dict.fromkeys(rows, RowwiseParallel(output_layouts=between))
+        if sequence:
+            inside |= dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel())
         parallelize_module(block, mesh, inside)
     return model
 

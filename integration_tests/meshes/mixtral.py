@@ -15,11 +15,44 @@ from integration_tests.meshes.llama import VOCABULARY, WIDTH, RMSNorm
 EXPERTS = 4
 
 
+class Copied(torch.autograd.Function):
+    """Tokens of which each rank of a group computes a part: what all ranks have found is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _summed(gradient, ctx.group), None
+
+
+class Summed(torch.autograd.Function):
+    """The sum of what the ranks of a group have computed of the same tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        return _summed(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _summed(part: Tensor, group: Any) -> Tensor:
+    summed = part.contiguous().clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
 class Experts(nn.Module):
     """Some of the experts, beginning with number `first`; each is an MLP, and gets the tokens that chose it."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
+        self.shared: Any = None
+        """The group whose ranks have each a part of every expert here."""
         self.up = nn.Parameter(torch.empty(count, WIDTH, 2 * WIDTH))
         self.down = nn.Parameter(torch.empty(count, 2 * WIDTH, WIDTH))
 
@@ -34,11 +67,13 @@ class Experts(nn.Module):
         """Return what expert `chosen[i]` of these makes of `tokens[i]`; no token at all is fine."""
         # Modules may see DTensors.
         up, down = (w.to_local() if hasattr(w, "to_local") else w for w in (self.up, self.down))
+        if self.shared is not None:
+            tokens = Copied.apply(tokens, self.shared)
         found = torch.zeros_like(tokens)
         for number in range(up.shape[0]):
             mine = (chosen == number).unsqueeze(-1)
             found = found + torch.where(mine, F.silu(tokens @ up[number]) @ down[number], 0.0)
-        return found
+        return found if self.shared is None else Summed.apply(found, self.shared)
 
 
 class MoE(nn.Module):

@@ -18,28 +18,11 @@ from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_comm.testing import run_processes
 from flatparam_runtime import summon_full_params
+from integration_tests.meshes.llama import Gathered
 
 pytestmark = pytest.mark.processes
 
 WIDTH, TOKENS, DATA = 8, 11, 2
-
-
-class Gathered(torch.autograd.Function):
-    """The parts of all ranks along the sequence; each gets back what all ranks have found for its part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        padded = F.pad(part, (0, 0, 0, max(sizes) - part.shape[1]))
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded.contiguous(), group=group)
-        return torch.cat([each[:, :size] for each, size in zip(parts, sizes, strict=True)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        whole = gradient.contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole.split([*ctx.sizes], dim=1)[dist.get_rank(ctx.group)], None, None
 
 
 class Attention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from typing import Any
@@ -40,7 +41,7 @@ class Way:
     """Whether some ranks' experts get no token in the first step."""
 
 
-def made(way: Way) -> nn.Module:
+def made(way: Way, **arguments: Any) -> nn.Module:
     """Return the model: experts over one dimension of a mesh, and all else over both."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -57,13 +58,13 @@ def made(way: Way) -> nn.Module:
             spread = DTensor.from_local(parameter.detach(), mesh["experts"], [Shard(0)], run_check=False)
             setattr(model.moe.experts, name, nn.Parameter(spread))
     if way.door == "fully_shard":
-        flatparam.fully_shard(model.moe.experts, mesh=mesh["copies"])
-        flatparam.fully_shard(model, mesh=dist.group.WORLD)
+        flatparam.fully_shard(model.moe.experts, mesh=mesh["copies"], **arguments)
+        flatparam.fully_shard(model, mesh=dist.group.WORLD, **arguments)
     else:
-        wrap = flatparam.FullyShardedDataParallel
-        is_flat = way.door == "flat"
-        model.moe.experts = wrap(model.moe.experts, device_mesh=mesh["copies"], use_orig_params=not is_flat)
-        model = wrap(model, process_group=dist.group.WORLD, use_orig_params=not is_flat)
+        arguments["use_orig_params"] = way.door != "flat"
+        wrap = functools.partial(flatparam.FullyShardedDataParallel, **arguments)
+        model.moe.experts = wrap(model.moe.experts, device_mesh=mesh["copies"])
+        model = wrap(model, process_group=dist.group.WORLD)
     if way.holds:
         assert hold_experts(model) == 1
     return model
@@ -146,6 +147,45 @@ def test_experts_train_as_in_one_process(way: Way) -> None:
     results = run_processes(RANKS, train, way)
     assert [told for told, _ in results] == [[]] * RANKS
     assert len({tuple(norms) for _, norms in results}) == 1
+
+
+def accumulated(ranks: Collectives, door: str, reduction: str | None) -> tuple[list[str], str]:
+    """Return the parameters whose gradients are not the mean of all micro-batches, and what a weight is told."""
+    arguments: Any = {} if reduction is None else {"reduction": reduction}
+    model: Any = made(Way(door), **arguments)
+    warnings.simplefilter("error")
+    torch.manual_seed(0)
+    alone = Mixtral()
+    for number in range(2):
+        with model.accumulate():
+            backward(model, number, ranks.rank)
+        for rank in range(RANKS):
+            backward(alone, number, rank)
+    model.reduce_gradients()
+    found, right = shown(model, gradients=True), {n: p.grad for n, p in alone.named_parameters()}
+    assert found.keys() == right.keys()
+    # Each rank has two micro-batches, which count alike.
+    wrong = [
+        n for n, each in right.items() if not torch.allclose(2 * RANKS * found[n], each, rtol=1e-4, atol=1e-6)
+    ]  # type: ignore[operator, arg-type]
+    try:
+        with model.accumulate(weight=3):
+            pass
+    except FlatParamError as error:
+        return wrong, str(error)
+    return wrong, ""
+
+
+@pytest.mark.parametrize(
+    ("door", "reduction"),
+    [("flat", None), ("originals", None), ("fully_shard", None), ("originals", "exact")],
+)
+def test_micro_batches(door: str, reduction: str | None) -> None:
+    """`accumulate()` gives experts the mean of all; a weight, which other ranks' tokens do not have, is refused."""
+    for wrong, told in run_processes(RANKS, accumulated, door, reduction):
+        assert not wrong
+        assert "'moe.experts'" in told
+        assert "multiply the loss by its weight" in told
 
 
 def warned(ranks: Collectives) -> tuple[bool, float]:

@@ -39,7 +39,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-optim": Budget(3_100, 8_000),
     "flatparam-plan": Budget(8_060, 8_000),
     "flatparam-publish": Budget(2_500, 8_000),
-    "flatparam-sums": Budget(1_740, 8_000),
+    "flatparam-sums": Budget(1_770, 8_000),
     "flatparam-simdev": Budget(2_050, 8_000),
 }
 

@@ -13,7 +13,6 @@ from flatparam_comm import (
     FlatParamError,
     Topology,
     process_group_of,
-    resolve_topology,
 )
 from flatparam_meshes.unit_meshes import UnitMeshes
 from flatparam_runtime import Unit, units_in
@@ -88,15 +87,22 @@ def _groups_of_ranks(unit: Unit, ranks: Topology) -> tuple[tuple[int, ...], ...]
 
 
 def _across(groups: Sequence[Sequence[int]], ranks: Topology) -> Collectives:
-    """Return the ranks that have this rank's place in the other groups; every rank of the model calls it."""
-    base = ranks.shard if ranks.replicate is None else resolve_topology().shard
-    if base.size != ranks.data_parallel_size:
-        raise FlatParamError(
-            f"hold_experts: expected a model over all {base.size} ranks if it has copies, found one over "
-            f"{ranks.data_parallel_size}; shard it over one group, or use one process for each of its ranks"
-        )
-    made = [base.subgroup(list(row)) for row in zip(*groups, strict=True)]
-    return next(group for group in made if group is not None)
+    """Return ranks of which each set of experts has one, this rank among them; every rank of the model calls it.
+
+    They share the model's shards, or hold copies of these: so every such group of ranks makes its own, whatever other
+    ranks there are.
+    """
+    for base in ranks.groups:
+        numbers = Topology(base).exchange(ranks.rank, label=_LABEL)
+        places = [[place for place, number in enumerate(numbers) if number in group] for group in groups]
+        if places[0] and len({*map(len, places)}) == 1:
+            made = [base.subgroup(list(row)) for row in zip(*places, strict=True)]
+            return next(group for group in made if group is not None)
+    raise FlatParamError(
+        f"hold_experts: expected sets of experts, {list(groups)}, that have equally many of the ranks of each shard "
+        "group of the model, or of each replicate group, found other ones; lay experts over a dimension of a mesh of "
+        "which the model's shards, or copies, are dimensions"
+    )
 
 
 def _members(ranks: Topology) -> frozenset[int]:

@@ -130,6 +130,14 @@ class UnitMeshes:
                 found[across] = None
         return list(found)
 
+    def ordered(self, handles: Sequence[FlatParamHandle]) -> list[Collectives]:
+        """Return the groups beside those of data parallelism whose ranks do the same with the unit, in one order.
+
+        Ranks compare what they have done over these, too. Parts of different sizes take different numbers of bytes, so
+        ranks that hold such parts are not compared.
+        """
+        return self.groups(handles, experts=False) if self.sums_late else []
+
     def _spread_over(self, handle: FlatParamHandle) -> list[tuple[Collectives, ...]]:
         """Return for each parameter the groups whose ranks hold other parts of it, beside those of its shard."""
         found = []

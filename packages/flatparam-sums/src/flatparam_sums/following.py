@@ -98,7 +98,9 @@ class Following:
             if {*unit.topology.groups} != {*tree.root.topology.groups}:
                 raise FlatParamError(
                     f"unit {unit.name!r}, rank {unit.topology.rank}: expected all units over the same ranks, found "
-                    f"one over others than {tree.root.name!r}; wrap all with the same process group or mesh"
+                    f"one over others than {tree.root.name!r}; wrap all with the same process group or mesh. If it "
+                    "holds experts, they compute with tokens of other ranks, whose weights differ: multiply the loss "
+                    "by its weight times the number of ranks over the sum of all weights, and give accumulate() none"
                 )
         if tree.root.plan.broadcast_buffers:
             raise FlatParamError(

@@ -27,7 +27,6 @@ class _Accumulation:
     """The micro-batches of one model since its last reduction."""
 
     tree: UnitTree
-    following: Following
     weighing: Weighing
     is_weighted: bool | None = None
     """Whether the micro-batches of this step have weights; None before the first one."""
@@ -35,6 +34,15 @@ class _Accumulation:
     """Whether ranks whose data have ended serve the others."""
     is_inside: bool = False
     """Whether a micro-batch is under way."""
+
+    _following: Following | None = None
+
+    @property
+    def following(self) -> Following:
+        """The ranks that may have fewer micro-batches than others; see `Following.of` for what it raises."""
+        if self._following is None:
+            self._following = Following.of(self.tree)
+        return self._following
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copy of the modules begins anew.
@@ -128,10 +136,13 @@ def _accumulation_of(module: nn.Module) -> _Accumulation:
     held = tree.root.module.__dict__
     found: _Accumulation | None = held.get(_STATE)
     if found is None or found.tree is not tree:
-        found = held[_STATE] = _Accumulation(tree, Following.of(tree), Weighing())
+        found = held[_STATE] = _Accumulation(tree, Weighing())
+    ranks = tree.root.topology.data_parallel_size
     for each in tree.units:
         each.reducer.weighing = found.weighing
-        if each.reducer.divide_factor is not None:
+        # Of experts on some of the ranks, that is the number of those whose tokens they get.
+        is_of_all = (each.reducer.divide_factor or ranks) == ranks
+        if not is_of_all or (each.reducer.divide_factor and each.topology.data_parallel_size == ranks):
             raise FlatParamError(
                 f"unit {each.name!r}, rank {each.topology.rank}: expected gradients that are divided by the sum of "
                 "the weights, found a divisor that set_gradient_divide_factor has set; set it to None"

@@ -72,7 +72,8 @@ class Weighing:
             )
         if reducer.sums is not None:
             return mean
-        ranks, unit, divisor = reducer.topology.data_parallel_size, 1.0, 1.0
+        ranks = reducer.divide_factor or reducer.topology.data_parallel_size
+        unit, divisor = 1.0, 1.0
         if not all(handle.gradients.dtype in _WIDE for handle in handles):
             unit, divisor = self.unit or 1.0, _power_of_two((self.total or ranks) / ranks)
         after = mean.after * (self.total or ranks) / ranks / divisor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import attrs
@@ -10,19 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from flatparam_comm import Collectives, FlatParamHandle, Mark, ReduceOp, streams_of
-from flatparam_runtime.agreement.divergence import check_deeds, check_training
+from flatparam_comm import FlatParamHandle, Mark, ReduceOp, streams_of
+from flatparam_runtime.agreement.divergence import check_deeds, check_training, groups_of
 from flatparam_runtime.agreement.fingerprint import FLAGS, Fingerprint
 from flatparam_runtime.unit.unit import Unit, device_of
-
-
-def groups_of(units: Iterable[Unit]) -> Iterator[tuple[Collectives, list[Unit]]]:
-    """Yield every group of more than one rank that `units` shard or replicate over, with the units that use it."""
-    by_group: dict[Collectives, list[Unit]] = {}
-    for unit in units:
-        for group in unit.topology.groups:
-            by_group.setdefault(group, []).append(unit)
-    yield from by_group.items()
 
 
 @final
@@ -43,26 +34,22 @@ class _Mask:
         before: Sequence[_Mask],
     ) -> Self:
         """Return the mask of what is known here and in the masks of the groups `before`."""
-        sent = torch.frombuffer(
-            bytearray(b"".join([*map(known.__getitem__, handles), own])), dtype=torch.uint8
-        )
-        flags = streams_of(device).to_device(sent, device)
+        sent = bytearray(b"".join([*map(known.__getitem__, handles), own]))
+        flags = streams_of(device).to_device(torch.frombuffer(sent, dtype=torch.uint8), device)
         for mask in before:
             mask._pass_on(handles, flags, len(own))
         return cls(handles, flags)
 
     def _pass_on(self, handles: Sequence[FlatParamHandle], flags: Tensor, own: int) -> None:
-        mine = dict(
-            zip(self.handles, torch.split(self.flags[:-own], self._counts(self.handles)), strict=True)
-        )
-        for handle, part in zip(handles, torch.split(flags[:-own], self._counts(handles)), strict=True):
+        mine = _parts_of(self.flags[:-own], self.handles)
+        for handle, part in _parts_of(flags[:-own], handles).items():
             if handle in mine:
                 part.copy_(mine[handle])
         flags[-own:].copy_(self.flags[-own:])
 
-    @staticmethod
-    def _counts(handles: Sequence[FlatParamHandle]) -> list[int]:
-        return [len(handle.layout.slots) for handle in handles]
+
+def _parts_of(flags: Tensor, handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+    return dict(zip(handles, flags.split([len(handle.layout.slots) for handle in handles]), strict=True))
 
 
 @final
@@ -107,7 +94,7 @@ class Comparison:
         device = device_of(units)
         # No computation waits for the comparison, and the comparison waits for no computation.
         with streams_of(device).aside() as copies:
-            for group, members in groups_of(units):
+            for group, members in groups_of(units).items():
                 handles = [handle for unit in members for handle in unit.handles if handle in known]
                 if not masks or handles != masks[-1].handles:
                     masks.append(_Mask.of(device, handles, known, own, masks))
@@ -115,16 +102,8 @@ class Comparison:
                 group.all_reduce(masks[-1].flags, op=ReduceOp.MAX, label="parameters with a gradient").wait()
             parts = [(streams_of(device).to_host(mask.flags), mask.handles) for mask in masks]
         looks = nonfinite is not None
-        return cls(
-            units,
-            fingerprint,
-            dict(known),
-            own,
-            fingerprint.noted,
-            parts,
-            copies.end,
-            looks_at_gradients=looks,
-        )
+        noted = fingerprint.noted
+        return cls(units, fingerprint, dict(known), own, noted, parts, copies.end, looks_at_gradients=looks)
 
     def look(self) -> None:
         """Read the result if it has arrived; the host does not wait."""

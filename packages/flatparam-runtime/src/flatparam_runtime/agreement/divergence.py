@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 
-from flatparam_comm import FlatParamError, Topology, told_by_ranks
+from flatparam_comm import Collectives, FlatParamError, Topology, told_by_ranks
 from flatparam_runtime.agreement.fingerprint import Deed, Fingerprint
 from flatparam_runtime.unit.unit import Unit
 
@@ -17,6 +17,26 @@ STEP: Final = "step of "
 
 class DivergenceError(FlatParamError):
     """The ranks are not running the same model or the same program; raised on every rank."""
+
+
+def groups_of(units: Iterable[Unit], *, only_meshes: bool = False) -> dict[Collectives, list[Unit]]:
+    """Return every group that `units` shard, replicate or are cut over, with the units that use it."""
+    by_group: dict[Collectives, list[Unit]] = {}
+    for unit in units:
+        meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
+        others = () if meshes is None else meshes.ordered(unit.handles)
+        for group in others if only_meshes else (*unit.topology.groups, *others):
+            by_group.setdefault(group, []).append(unit)
+    return by_group
+
+
+def _told_by_all(units: Sequence[Unit], value: object, label: str) -> list[Any]:
+    """Return what each rank tells that holds part of `units`, by data-parallel ranks; every one of them calls it."""
+    everyone = units[0].topology.exchange(value, label=label)
+    for group in groups_of(units, only_meshes=True):
+        rows = Topology(group).exchange(everyone, label=label)
+        everyone = [each for column in zip(*rows, strict=True) for each in column]
+    return everyone
 
 
 def agree_on_deed(topology: Topology, deed: Deed) -> None:
@@ -61,7 +81,7 @@ def check_training(units: Sequence[Unit]) -> None:
     """Raise DivergenceError, on every rank, if the ranks train different parameters, naming the first."""
     handles = [(unit, handle) for unit in units for handle in unit.handles]
     trained = [bytes(handle.trained) for _, handle in handles]
-    everyone = units[0].topology.exchange(trained, label="what is trained")
+    everyone = _told_by_all(units, trained, "what is trained")
     for (unit, handle), rows in zip(handles, zip(*everyone, strict=True), strict=True):
         for fqn, flags in zip(handle.layout.fqns, zip(*rows, strict=True), strict=True):
             if len(set(flags)) > 1:
@@ -156,7 +176,7 @@ def check_deeds(fingerprint: Fingerprint, units: Sequence[Unit]) -> None:
     by_number = {unit.observers.number: unit for unit in units}
     lists_all = fingerprint.compares_own_steps and _lists_all(fingerprint, units)
     told = _Account(fingerprint.model, fingerprint.value, fingerprint.deeds(by_number), lists_all)
-    everyone = units[0].topology.exchange(told, label="order")
+    everyone = _told_by_all(units, told, "order")
     if len({each.value for each in everyone}) > 1 or all(each.lists_all for each in everyone):
         raise DivergenceError(_first_divergence(everyone, units[0].topology.rank))
     fingerprint.forget_own_steps()

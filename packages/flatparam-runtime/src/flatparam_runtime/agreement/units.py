@@ -102,7 +102,9 @@ def _initial_weights(units: Sequence[Unit]) -> dict[str, int]:
     found = {}
     for unit in units:
         weights = unit.held.initial
-        if weights is not None and unit.stamp() == weights.stamp:
+        # Other ranks hold other experts.
+        are_experts = any(getattr(handle.forms.meshes, "experts", None) for handle in unit.handles)
+        if weights is not None and not are_experts and unit.stamp() == weights.stamp:
             for fqn, checksum in weights.checksums().items():
                 found[f"parameter {fqn!r} of unit {unit.name!r}"] = checksum
     return found
