@@ -152,8 +152,8 @@ def test_experts_train_as_in_one_process(way: Way) -> None:
 def accumulated(ranks: Collectives, door: str, reduction: str | None) -> tuple[list[str], str]:
     """Return the parameters whose gradients are not the mean of all micro-batches, and what a weight is told."""
     arguments: Any = {} if reduction is None else {"reduction": reduction}
-    model: Any = made(Way(door), **arguments)
     warnings.simplefilter("error")
+    model: Any = made(Way(door), **arguments)
     torch.manual_seed(0)
     alone = Mixtral()
     for number in range(2):
@@ -189,10 +189,10 @@ def test_micro_batches(door: str, reduction: str | None) -> None:
 
 
 def warned(ranks: Collectives) -> tuple[bool, float]:
+    model = made(Way("originals", holds=False))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = made(Way("originals", holds=False))
-    backward(model, 0, ranks.rank)
+        backward(model, 0, ranks.rank)
     torch.manual_seed(0)
     alone = Mixtral()
     for rank in range(RANKS):

@@ -26,9 +26,9 @@ class Budget:
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_560, 4_500),
     "flatparam-comm": Budget(5_905, 5_500),
-    "flatparam-runtime": Budget(6_835, 5_500),
+    "flatparam-runtime": Budget(6_852, 5_500),
     "flatparam-state": Budget(5_200, 4_700),
-    "flatparam": Budget(7_060, 6_000),
+    "flatparam": Budget(7_046, 6_000),
     "flatparam-clients": Budget(3_500, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
     "flatparam-certify": Budget(3_150, 8_000),

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, final
 
 import attrs
 from torch import nn
 
-from flatparam_comm import FlatParameter, Topology, clean_fqn, owner_of, told_by_ranks, told_ranks
+from flatparam_comm import (
+    FlatParameter,
+    Topology,
+    clean_fqn,
+    owner_of,
+    told_by_ranks,
+    told_ranks,
+    warn_caller,
+)
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
@@ -43,6 +50,7 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         unit.held.forget_initial()
     root = units[0].topology
     _check_copies(root)
+    _warn_of_smaller_groups(units)
     found = _digest(weights) if weights else ""
     told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES)), label="units")
     if len({digest for digest, *_ in told}) > 1:
@@ -55,7 +63,7 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         text = _different_models(numbers, units[0], root.rank)
         if "" not in digests:
             raise DivergenceError(text)
-        warnings.warn(f"{text}; if they are the same model, all is well", stacklevel=2)
+        warn_caller(f"{text}; if they are the same model, all is well")
     elif len(digests) > 1:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
     fingerprint = units[0].observers.fingerprint
@@ -63,6 +71,17 @@ def agree_on_units(units: Sequence[Unit]) -> None:
         number = told[0][3]
         kind = type(units[0].module).__name__
         fingerprint.identify(number, f"the {kind} that was called first as number {number} of all models")
+
+
+def _warn_of_smaller_groups(units: Sequence[Unit]) -> None:
+    """Say that gradients of a unit inside are divided by fewer ranks than those around it."""
+    inner = min(units, key=lambda unit: unit.topology.data_parallel_size)
+    few, size = (unit.topology.data_parallel_size for unit in (inner, units[0]))
+    if few < size and inner.handles and inner.reducer.divide_factor is None:
+        warn_caller(
+            f"gradients of unit {inner.name!r} are divided by its {few} ranks, and those around it by {size}: if it "
+            "holds experts, call flatparam_meshes.hold_experts(model); otherwise set_gradient_divide_factor()"
+        )
 
 
 def _different_models(numbers: Sequence[int], root: Unit, rank: int) -> str:
@@ -118,11 +137,10 @@ def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
     )
     first = everyone[0].get(about)
     others = [rank for rank, found in enumerate(everyone) if found.get(about) != first]
-    warnings.warn(
+    warn_caller(
         f"the ranks begin with different weights: {about} has different values on ranks {told_ranks(others)} than on "
         "rank 0, so the trained weights are a mixture; seed all ranks alike, load the same state on all, or pass "
-        "sync_module_states=True",
-        stacklevel=2,
+        "sync_module_states=True"
     )
 
 
@@ -180,11 +198,10 @@ def warn_of_newcomers(units: Iterable[Unit]) -> None:
         names = [name for name, p in _left_whole(unit.module) if p.requires_grad and name not in before]
         if names:
             several = f" .. {names[-1]!r} ({len(names)} parameters)" if len(names) > 1 else ""
-            warnings.warn(
+            warn_caller(
                 f"unit {unit.name!r}: no unit holds {names[0]!r}{several}, which came into the module after it "
                 "was sharded: gradients are not averaged over the ranks there, so each rank trains different values; "
                 "replace or add modules before the model is sharded, or shard the new module, too",
-                stacklevel=2,
             )
             return
 

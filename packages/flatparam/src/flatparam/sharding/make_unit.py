@@ -23,7 +23,6 @@ from flatparam_runtime import (
     notice_optimizers,
     shard_module,
     unit_of,
-    units_in,
     warn_caller,
 )
 
@@ -97,24 +96,12 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     refuse_parts_in_states(unit)
     keep_packing(modules, resolved.ignored)
     tell_clients("unit_made")
-    _warn_of_smaller_groups(unit)
     _warn_of_padding(unit)
     debug_log.watch_for_debugging(unit)
     if resolved.environment.trace_folder is not None:
         load("flatparam_plan.recorder").record(unit, resolved.environment.trace_folder)
     mark_for_compiler(modules)
     return unit
-
-
-def _warn_of_smaller_groups(unit: Unit) -> None:
-    """Say that gradients of a unit inside are divided by fewer ranks than those of `unit`."""
-    inner = min(units_in(unit.module), key=lambda each: each.topology.data_parallel_size)
-    few, size = (each.topology.data_parallel_size for each in (inner, unit))
-    if few < size and inner.handles and inner.reducer.divide_factor is None:
-        warn_caller(
-            f"gradients of unit {inner.name!r} are divided by its {few} ranks, and those around it by {size}: if it "
-            "holds experts, call flatparam_meshes.hold_experts(model); otherwise set_gradient_divide_factor()"
-        )
 
 
 def _warn_of_padding(unit: Unit) -> None:
