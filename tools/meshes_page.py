@@ -154,7 +154,9 @@ def main() -> int:
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     be_patient()
-    rows = [("Mixtral", SHORT_PRODUCT)] if chosen.short else products()
+    rows = products()
+    if chosen.short:
+        rows = [("Mixtral", SHORT_PRODUCT)]
     spreaders = tuple(SPREADERS)[: 1 if chosen.short else None]
     blocks = {"products": products_table(rows, spreaders)}
     right = are_right(blocks["products"], 2, sum(each.startswith("flatparam") for each in spreaders))

@@ -27,6 +27,7 @@ PAGES: Final[Mapping[str, Sequence[str]]] = {
     "fsdp2-clients": ("-m", "integration_tests.clients.cells", "build/client-cells.jsonl"),
     "layouts": ("tools/layouts_page.py",),
     "meshes": ("tools/meshes_page.py", "--write"),
+    "meshes-cost": ("tools/meshes_cost.py", "--write"),
     "models": ("tools/models_page.py", "build/models.xml"),
     "one-step": ("tools/structure", "--page"),
     "optimizers": ("tools/matrix_optimizers.py",),

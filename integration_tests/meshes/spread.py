@@ -215,12 +215,13 @@ def spread(
             model.layers[number] = shard(model.layers[number], device_mesh=everyone)
         model = shard(model, device_mesh=everyone)
     if door == "FSDP2":
-        for each in mixtures:
-            each.experts.set_gradient_divide_factor(float(everyone.size()))
-        for each in model.modules():
-            if hasattr(each, "set_force_sum_reduction_for_comms"):
+        for experts in [each.experts for each in model.modules() if isinstance(each, MoE)]:
+            experts.set_gradient_divide_factor(float(everyone.size()))
+        inner: Any
+        for inner in model.modules():
+            if hasattr(inner, "set_force_sum_reduction_for_comms"):
                 # Gloo has no sum that multiplies, which torch asks for otherwise.
-                each.set_force_sum_reduction_for_comms(True)
+                inner.set_force_sum_reduction_for_comms(True)
         return SpreadByTorch(model, mesh)
     if mixtures and mesh["ep"].size() > 1:
         assert hold_experts(model) == len(mixtures)

@@ -42,18 +42,8 @@ def measure(
     `build` is construction, `pass` a forward and a backward pass, `update` the optimizer's step.
     """
     names = [PLAIN, *(name for name in names if name != PLAIN)]
-    with tempfile.TemporaryDirectory() as directory:
-        plan = json.dumps([world_size, list(parameters), names])
-        valgrind = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "--instr-atstart=no", "-q"]
-        valgrind.append(f"--callgrind-out-file={directory}/out")
-        command = [*valgrind, sys.executable, "-W", "ignore", "-m", "bench.instructions", plan]
-        path = os.pathsep.join([str(TOOLS), *filter(None, sys.path)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-        if done.returncode:
-            raise RuntimeError(f"callgrind of {names} failed:\n{done.stderr[-4000:]}")
-        counts = iter(_counts(Path(directory))[1:])
-        found = {n: {p: {part: next(counts) for part in PARTS} for p in parameters} for n in names}
+    counts = iter(executed("bench.instructions", [world_size, list(parameters), names]))
+    found = {n: {p: {part: next(counts) for part in PARTS} for p in parameters} for n in names}
     return {
         name: {
             str(p): {part: (n - found[PLAIN][p][part]) / UNITS for part, n in parts.items()}
@@ -64,6 +54,20 @@ def measure(
     }
 
 
+def executed(module: str, plan: Any) -> list[int]:
+    """Run `module` under callgrind with `plan` as JSON; return what each of its calls of `counted` has executed."""
+    with tempfile.TemporaryDirectory() as directory:
+        valgrind = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "--instr-atstart=no", "-q"]
+        valgrind.append(f"--callgrind-out-file={directory}/out")
+        command = [*valgrind, sys.executable, "-W", "ignore", "-m", module, json.dumps(plan)]
+        path = os.pathsep.join([str(TOOLS), *filter(None, sys.path)])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        if done.returncode:
+            raise RuntimeError(f"callgrind of {plan} failed:\n{done.stderr[-4000:]}")
+        return _counts(Path(directory))[1:]
+
+
 def _counts(directory: Path) -> list[int]:
     """The totals of the dumps, in the order in which they were made."""
     dumps = sorted(directory.glob("out.*"), key=lambda path: int(path.suffix[1:]))
@@ -71,7 +75,14 @@ def _counts(directory: Path) -> list[int]:
     return [int(total[1]) for total in totals if total]
 
 
-def _counted(action: Callable[[], T]) -> T:
+def begin_to_count() -> None:
+    """Have callgrind look from here on; until then the program is several times faster."""
+    subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+    counted(lambda: None)  # the first count after this is nonsense
+
+
+def counted(action: Callable[[], T]) -> T:
+    """Return what `action` returns, and have callgrind write down what it executes."""
     gc.collect()
     gc.disable()  # when it runs depends on what ran before
     torch._C._valgrind_toggle()
@@ -93,18 +104,16 @@ def _under_valgrind(world_size: int, parameters: Sequence[int], names: Sequence[
                 training.step()
                 training.step()
                 warmed.append((build, training))
-        # Until here callgrind does not look, and the program is several times faster.
-        subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
-        _counted(lambda: None)  # the first count after this is nonsense
+        begin_to_count()
         for build, training in warmed:
             _count_parts(build, training)
 
 
 def _count_parts(build: Callable[[], Training], training: Training) -> None:
     """Write a dump for each of `PARTS`."""
-    _counted(build)
-    _counted(lambda: training.backward(training.forward()))
-    _counted(training.update)
+    counted(build)
+    counted(lambda: training.backward(training.forward()))
+    counted(training.update)
 
 
 def _setting(group: Collectives, parameters: int) -> Setting:

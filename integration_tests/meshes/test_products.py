@@ -1,0 +1,98 @@
+"""Products of mesh dimensions: certificates of the hardest, and one set of bits where contributions are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatparam_certify import certify
+from flatparam_certify.meshes import DIMENSIONS, MeshSizes
+from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
+from integration_tests.meshes import spread
+
+pytestmark = pytest.mark.processes
+
+STEPS, SEED = 2, 0
+
+
+@pytest.mark.parametrize(
+    ("case", "engine", "mesh"),
+    [
+        ("MIXTRAL", "originals", "dp_shard=2,tp=2,ep=2"),
+        ("MIXTRAL", "in_place", "dp_replicate=2,ep=2,pp=2"),
+        ("LLAMA", "flat", "dp_shard=2,cp=2,tp=2"),
+    ],
+)
+def test_certified(case: str, engine: str, mesh: str) -> None:
+    """Losses, gradients, norms and weights are those of one process; `nox -s meshes` has every pair and triple."""
+    found = certify(
+        f"integration_tests.meshes.spread:{case}",
+        f"integration_tests.meshes.spread:{engine}",
+        mesh,
+        groups_of_one=False,
+        precisions=("fp32",),
+        optimizers=("adamw",),
+    )
+    assert found.is_right, found.table()
+    assert all(not run.skipped for run in found.runs)
+
+
+def trained(ranks: Collectives, sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the first gradients, and a hash of each weight after some steps, of the parameters of this stage."""
+    torch.set_num_threads(1)
+    mesh_sizes = MeshSizes.of(sizes)
+    mesh = init_device_mesh("cpu", mesh_sizes.sizes, mesh_dim_names=DIMENSIONS)
+    trainer: Any = spread.exact(spread.LLAMA.model(SEED), mesh)
+    optimizer = torch.optim.SGD(trainer.module.parameters(), lr=0.1, momentum=0.9)
+    first: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        given = spread.LLAMA.draw(SEED, step, 0, mesh_sizes.data_rank(dist.get_rank()))
+        trainer.accumulate(spread.LLAMA.loss_of, [given], False)
+        first = first or {name: grad.clone() for name, grad in trainer.gradients().items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: bytes(each.contiguous().numpy().tobytes()) for name, each in trainer.weights().items()}
+    return first, {name: hashlib.sha256(each).hexdigest() for name, each in weights.items()}
+
+
+def of_all(sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return what the stages have found together; ranks of one stage have found the same."""
+    results = run_processes(MeshSizes.of(sizes).ranks, trained, sizes)
+    gradients, hashes = {}, {}
+    for first, told in results:
+        for name, each in told.items():
+            assert hashes.setdefault(name, each) == each
+            assert torch.equal(gradients.setdefault(name, first[name]), first[name])
+    return gradients, hashes
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4, "pp": 2}],
+        [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "tp": 2, "pp": 2}],
+    ],
+    ids=["data", "tensor"],
+)
+def test_exact_sums_have_one_set_of_bits(meshes: list[dict[str, int]]) -> None:
+    """With `reduction="exact"` shards, copies and stages change no bit of what the same micro-batches give."""
+    gradients, hashes = of_all(meshes[0])
+    for other in meshes[1:]:
+        assert of_all(other)[1] == hashes
+    if "tp" in meshes[0]:
+        return
+    # The sum of four float32 numbers of some size is exact in float64.
+    parts = []
+    for rank in range(4):
+        model = spread.LLAMA.model(SEED)
+        spread.LLAMA.loss_of(model, spread.LLAMA.draw(SEED, 0, 0, rank)).backward()  # type: ignore[no-untyped-call]
+        parts.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, found in gradients.items():
+        total = torch.stack([part[name].double() for part in parts]).sum(0)
+        assert torch.equal(found, (total / 4).float()), name
