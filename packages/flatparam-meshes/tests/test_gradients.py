@@ -248,8 +248,6 @@ def refusals(ranks: Collectives) -> list[str]:
     with torch.device("meta"):
         on_meta = parallel(mesh)
     told_by(lambda: flatparam.fully_shard(on_meta, mesh=mesh["data"]))
-    model = wrapped(mesh)
-    told_by(lambda: flatparam.optim.Muon(model.parameters(), lr=0.02, adamw_lr=0.01))
     from flatparam_clients.second_door import door
 
     told_by(lambda: door.fully_shard(parallel(mesh), mesh=mesh["data"]))
@@ -258,12 +256,11 @@ def refusals(ranks: Collectives) -> list[str]:
 
 
 def test_what_is_refused_is_named() -> None:
-    """A sum still to be made, the meta device, Muon on parts of matrices and FSDP2's door: each error says the name."""
+    """A sum still to be made, the meta device and FSDP2's door: each error says the name."""
     for told in run_processes(2, refusals):
-        partial, meta, muon, door, experts = told
+        partial, meta, door, experts = told
         assert "parameter 'weight' is a DTensor with (Partial(sum),)" in partial
         assert "'norm.weight' is a DTensor on the meta device" in meta
-        assert "'body.0.weight' is cut over the ranks of tensor parallelism" in muon
         assert "'norm.weight' is a DTensor of tensor parallelism" in door
         assert "this Linear is not sharded" in experts
 

@@ -157,14 +157,19 @@ class MeshForm:
             sizes[dim] //= self.mesh.size(dimension)
         return True
 
+    @property
+    def is_interval(self) -> bool:
+        """Return whether each rank's part is an interval of the memory order: it is cut along one dimension at most."""
+        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
+        return len(cut) < 2 and None not in cut
+
     def held(self, name: str) -> HeldPart:
         """Return where in the `DTensor` this rank's part lies, for files.
 
         Raises:
             FlatParamError: if it is cut along several dimensions, so that the part is no interval; it names `name`.
         """
-        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
-        if len(cut) > 1 or None in cut:
+        if not self.is_interval:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor with {self.placements}: a directory has intervals of a tensor, so "
                 "that it can be cut along one dimension only; save what "

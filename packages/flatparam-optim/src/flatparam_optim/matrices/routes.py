@@ -15,7 +15,7 @@ from typing import final
 import attrs
 from typing_extensions import Self
 
-from flatparam_comm import FlatLayout, Span, Threshold
+from flatparam_comm import ParamSpec, Span, Threshold
 from flatparam_optim.matrices.matrix_owners import Job, choose_owners
 
 BUCKET = Threshold(
@@ -28,28 +28,22 @@ BUCKET = Threshold(
 @final
 @attrs.frozen
 class Matrix:
-    """A parameter that is stepped as a whole: parameter `index` of `layout`, and what its step costs."""
+    """A parameter that is stepped as a whole, or a matrix of a stack, and what its step costs."""
 
-    layout: FlatLayout = attrs.field(repr=False)
-    index: int
+    spec: ParamSpec = attrs.field(repr=False)
     cost: int
-    spans: dict[int, Span] = attrs.field(init=False, eq=False)
+    spans: dict[int, Span] = attrs.field(eq=False)
     """For each rank that has elements of it, which ones, counted in memory order."""
-
-    @spans.default
-    def _find_spans(self) -> dict[int, Span]:
-        layout, index = self.layout, self.index
-        return {rank: layout.fragment(index, rank).in_param for rank in layout.ranks_of(index)}
 
     @property
     def numel(self) -> int:
         """Its number of elements."""
-        return self.layout.slots[self.index].spec.numel
+        return self.spec.numel
 
     @property
     def is_kept_whole(self) -> bool:
         """Whether its rule keeps it whole on one rank, which then steps it."""
-        return self.layout.slots[self.index].spec.rule.kind == "whole"
+        return self.spec.rule.kind == "whole"
 
 
 @final
