@@ -34,7 +34,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-certify": Budget(3_150, 8_000),
     "flatparam-checkpoint": Budget(3_250, 8_000),
     "flatparam-guard": Budget(3_100, 8_000),
-    "flatparam-meshes": Budget(700, 8_000),
+    "flatparam-meshes": Budget(820, 8_000),
     "flatparam-onehost": Budget(1_325, 8_000),
     "flatparam-optim": Budget(3_240, 8_000),
     "flatparam-plan": Budget(8_060, 8_000),

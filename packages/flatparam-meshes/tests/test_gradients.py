@@ -245,9 +245,6 @@ def refusals(ranks: Collectives) -> list[str]:
         DTensor.from_local(torch.ones(3), mesh["tensor"], [_partial()], run_check=False)
     )
     told_by(lambda: flatparam.fully_shard(partial, mesh=mesh["data"]))
-    with torch.device("meta"):
-        on_meta = parallel(mesh)
-    told_by(lambda: flatparam.fully_shard(on_meta, mesh=mesh["data"]))
     from flatparam_clients.second_door import door
 
     told_by(lambda: door.fully_shard(parallel(mesh), mesh=mesh["data"]))
@@ -256,11 +253,10 @@ def refusals(ranks: Collectives) -> list[str]:
 
 
 def test_what_is_refused_is_named() -> None:
-    """A sum still to be made, the meta device and FSDP2's door: each error says the name."""
+    """A sum still to be made and FSDP2's door: each error says the name."""
     for told in run_processes(2, refusals):
-        partial, meta, door, experts = told
+        partial, door, experts = told
         assert "parameter 'weight' is a DTensor with (Partial(sum),)" in partial
-        assert "'norm.weight' is a DTensor on the meta device" in meta
         assert "'norm.weight' is a DTensor of tensor parallelism" in door
         assert "this Linear is not sharded" in experts
 

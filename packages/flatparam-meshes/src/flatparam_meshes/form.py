@@ -58,6 +58,8 @@ class MeshForm:
     """The strides of the `DTensor`, in elements: the dimension that is cut over ranks has the largest."""
     meshes: UnitMeshes | None = None
     """What the forms of a unit share, once all are known."""
+    to_come: DTensor | None = None
+    """The parameter, if it was on the meta device: values come while it is sharded."""
     spread_over: tuple[Collectives, ...] = attrs.field(init=False)
     """The groups whose ranks hold other parts of the parameter, beside those of data parallelism."""
     copied_over: tuple[Collectives, ...] = attrs.field(init=False)
@@ -83,18 +85,15 @@ class MeshForm:
                 f"parameter {name!r} is a DTensor with {placements}: expected Shard or Replicate, since a parameter "
                 "that is a sum still to be made has no value to train; call redistribute() first"
             )
-        if parameter.is_meta:
-            raise FlatParamError(
-                f"parameter {name!r} is a DTensor on the meta device: expected one with memory, since its module would "
-                "give each part values as if it were the whole; after parallelize_module() call to_empty(), which "
-                "takes memory for this rank's part, give it values, and shard then"
-            )
         if mesh.get_coordinate() is None:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor over {mesh}, which this process is not in: shard the module only on "
                 "the ranks of that mesh, or leave it whole (ignored_modules)"
             )
-        return cls(mesh, placements, parameter.shape, _strides(parameter, placements))
+        made = cls(mesh, placements, parameter.shape, _strides(parameter, placements))
+        if parameter.is_meta:
+            made.to_come = parameter
+        return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # A copy of a model is over the same ranks.

@@ -90,7 +90,7 @@ class Member:
 
     @property
     def unit_topology(self) -> Topology | None:
-        """The data-parallel ranks that share the parameter; `None` if this rank has it for itself."""
+        """Return the data-parallel ranks that share the parameter; `None` if this rank has it for itself."""
         unit = None if self.handle is None else holder_of(self.handle)
         return None if unit is None else unit.topology
 
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def spec(self) -> ParamSpec:
-        """The facts about the whole that is stepped."""
+        """Return the facts about the whole that is stepped."""
         if self.handle is None:
             return ParamSpec.of("", self.parameter)
         found = _spec(self.handle, self.index)
@@ -124,7 +124,7 @@ class Member:
 
     @property
     def held(self) -> Span:
-        """The elements of the parameter that this rank holds, in the memory order of the whole."""
+        """Return the elements of the parameter that this rank holds, in the memory order of the whole."""
         assert self.handle is not None, "ranks share it"
         span = self.handle.layout.fragment(self.index, self.handle.rank).in_param
         return span if self.form is None else span.shifted(self.form.held(self.spec.fqn).offset)
@@ -264,7 +264,7 @@ class StepsEachMatrix(Protocol):
 
     @property
     def steps_each_matrix(self) -> bool:
-        """Whether it does."""
+        """Return whether it does."""
         ...
 
 
