@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import flatparam
 from flatparam.checkpoint import state_dict as functions
-from flatparam_comm import Collectives, FlatParamError, ProcessGroupCollectives
+from flatparam_clients.second_door import door
+from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_meshes import hold_experts
 from flatparam_optim import Adafactor, Muon, Shampoo
 from flatparam_runtime import summon_full_params
@@ -50,7 +51,8 @@ class Weights(nn.Module):
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             value: Any = torch.randn(shape, generator=generator)
             if mesh is not None and name in cuts:
-                value = distribute_tensor(value, mesh, [cuts[name]])
+                cut = cuts[name]
+                value = distribute_tensor(value, mesh, cut if isinstance(cut, tuple) else [cut])
             setattr(self, name, nn.Parameter(value))
 
     def forward(self, factors: Mapping[str, Tensor]) -> Tensor:
@@ -124,7 +126,7 @@ def train(model: nn.Module, optimizers: Any, steps: range, shapes: Shapes = SHAP
 KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[list[Any], list[Any]], list[Any]]]] = {
     "muon": (
         lambda parameters: Muon(parameters, lr=0.02, adamw_lr=0.01),
-        lambda two, one: [torch.optim.Muon(two, lr=0.02), torch.optim.AdamW(one, lr=0.01)],
+        lambda two, one: [torch.optim.Muon(two, lr=0.02), *(torch.optim.AdamW([p], lr=0.01) for p in one)],
     ),
     "adafactor": (
         lambda parameters: Adafactor(parameters, lr=0.05),
@@ -138,12 +140,12 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[list[Any], list[Any]], li
 """Ours on the mesh, and those of one process: torch's, but for Shampoo, which torch has not."""
 
 
-def alone(kind: str, steps: int = STEPS) -> dict[str, Tensor]:
+def alone(kind: str, steps: int = STEPS, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
     """Return the weights that one process has after so many steps."""
-    model = Weights(SHAPES)
+    model = Weights(shapes)
     two = [p for p in model.parameters() if p.dim() == 2]
     one = [p for p in model.parameters() if p.dim() == 1]
-    train(model, KINDS[kind][1](two, one), range(steps))
+    train(model, KINDS[kind][1](two, one), range(steps), shapes)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -350,7 +352,7 @@ def test_experts_over_a_dimension_of_the_mesh(door: str) -> None:
     assert sum(count for _, count in results) == STEPS * (4 + 3 + 1)
 
 
-# Bytes, and refusals
+# Bytes, and other parts
 
 
 def sent(ranks: Collectives, cut: Any, kind: str) -> dict[str, int]:
@@ -393,25 +395,28 @@ def test_bytes_are_those_of_the_formula(cut: Any, kind: str) -> None:
             assert total == nbytes * (32 - 8)
 
 
-def refusals(ranks: Collectives) -> list[str]:
+def boxed(ranks: Collectives, door_: str) -> dict[str, dict[str, Tensor]]:
+    """Train a matrix that is cut along both of its dimensions, or whose part is cut by rows besides."""
     logging.disable(logging.WARNING)
-    mesh: Any = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "one", "other"))
-    model = nn.Linear(8, 8, bias=False)
-    both = distribute_tensor(model.weight.detach(), mesh["one", "other"], [Shard(0), Shard(1)])
-    model.weight = nn.Parameter(both)
-    flatparam.fully_shard(model, mesh=mesh["data"])
-    told = []
-    for make, _ in KINDS.values():
-        try:
-            make(model.parameters())
-        except FlatParamError as error:
-            told.append(str(error))
-    return told
+    found = {}
+    for kind, (make, _) in KINDS.items():
+        if door_ == "both":
+            mesh: Any = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "one", "other"))
+            model = Weights({"matrix": (7, 6)}, mesh["one", "other"], {"matrix": (Shard(0), Shard(1))})
+            flatparam.fully_shard(model, mesh=mesh["data"])
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+            model = Weights({"matrix": (7, 6)}, mesh["tensor"], {"matrix": Shard(1)})
+            door.fully_shard(model, mesh=mesh["data"])
+        optimizer = make(model.parameters())
+        train(model, [optimizer], range(STEPS), {"matrix": (7, 6)})
+        found[kind] = {"matrix": whole(model.matrix) if door_ != "both" else shown(model)["matrix"]}
+    return found
 
 
-def test_a_matrix_that_is_cut_along_both_dimensions_is_refused() -> None:
-    """No rank steps a matrix whose parts are no intervals of its memory: the error has its name and what to do."""
-    for told in run_processes(4, refusals):
-        assert len(told) == len(KINDS)
-        assert all("'weight' is a DTensor with (Shard(dim=0), Shard(dim=1))" in each for each in told)
-        assert all("give it to AdamW" in each for each in told)
+@pytest.mark.parametrize("door_", ["both", "FSDP2"])
+def test_parts_that_are_boxes(door_: str) -> None:
+    """A matrix of which ranks hold boxes, by a DTensor of two dimensions or by FSDP2's door, has the bits of one process."""
+    for found in run_processes(8 if door_ == "both" else 4, boxed, door_):
+        for kind in KINDS:
+            assert_same(found[kind], alone(kind, shapes={"matrix": (7, 6)}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import Self, override
 
@@ -168,6 +168,14 @@ class MeshForm:
         """Return whether each rank's part is an interval of the memory order: it is cut along one dimension at most."""
         cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
         return len(cut | ({0} if self.keeps_rows and cut else set())) < 2 and None not in cut
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the first index of this rank's part in each dimension, and its shape; `None` if it is no box."""
+        if any(type(each) not in (Shard, Replicate) for each in self.placements):
+            return None
+        shape, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return tuple(offsets), tuple(shape)
 
     def held(self, name: str) -> HeldPart:
         """Return where in the `DTensor` this rank's part lies, for files.

@@ -167,7 +167,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             rule = forced or (self._name if self._choice(name or "", shape) else ADAMW)
             if rule == self._name:
                 self._check(name, shape)
-                _check_is_interval(name, entry[1] if isinstance(entry, tuple) else entry, self._name)
+                _check_has_parts(name, entry[1] if isinstance(entry, tuple) else entry, self._name)
             chosen[rule].append(entry)
         if not any(chosen.values()):
             # As with any optimizer of torch, a group may be empty, and is one group then.
@@ -254,13 +254,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         return self._stepper.stepped
 
 
-def _check_is_interval(name: str | None, parameter: Any, rule: str) -> None:
+def _check_has_parts(name: str | None, parameter: Any, rule: str) -> None:
     owner = owner_of(parameter)
     form = None if owner is None else spread_form(*owner)
-    if form is not None and not form.is_interval:
+    if form is not None and not form.is_interval and form.box is None:
         raise FlatParamError(
-            f"{name!r} is a DTensor with {form.placements}: {rule} brings matrices together that are cut along one "
-            f"dimension, and not along several; give it to AdamW ({RULE}='adamw' in its group)"
+            f"{name!r} is a DTensor with {form.placements}: {rule} brings matrices together of which each rank has an "
+            f"interval or a box, as with Shard; give it to AdamW ({RULE}='adamw' in its group)"
         )
 
 

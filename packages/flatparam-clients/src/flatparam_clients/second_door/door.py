@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import flatparam
 from flatparam.in_place.module import class_for
 from flatparam_clients.names import FSDP, STATE_FUNCTIONS
-from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter
+from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter, both_meshes
 from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
 from flatparam_clients.second_door.presented import PresentedModule, routed
 from flatparam_comm import ProcessGroupCollectives
@@ -53,7 +53,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
         mesh = _mesh_of_all(modules)
     # Both may come from a generator, and are looked at twice.
     ignored = [*(named.pop("ignored_params", None) or ())]
-    _check_and_mark(modules, {*ignored})
+    _check_and_mark(modules, {*ignored}, mesh)
     named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
     if "mp_policy" in named:
         named["mp_policy"] = _with_default_of_torch(named["mp_policy"], modules)
@@ -117,7 +117,7 @@ def _mesh_of_all(modules: list[nn.Module]) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _check_and_mark(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _check_and_mark(modules: list[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh) -> None:
     """Check that each parameter has a dimension to cut, and have the shards of `DTensor`s be rows."""
     for each in modules:
         for name, parameter in each.named_parameters():
@@ -127,6 +127,10 @@ def _check_and_mark(modules: list[nn.Module], ignored: set[nn.Parameter]) -> Non
                 )
             is_face = isinstance(parameter, ShardedParameter)
             if isinstance(parameter, DTensor) and not is_face and parameter not in ignored:
+                try:
+                    both_meshes(mesh, parameter.device_mesh)
+                except ValueError as error:
+                    raise ValueError(f"fully_shard: {name!r}: {error}") from error
                 setattr(parameter, KEEPS_ROWS, True)
 
 

@@ -240,13 +240,22 @@ def _of_both(faces: DTensorFaces, form: MeshForm, dtype: torch.dtype) -> DTensor
             parts *= form.mesh.size(dimension)
     if parts > 1:
         rows = _StridedShard(0, split_factor=parts)
+    meta = TensorMeta(form.shape, form.stride, dtype)
+    mesh = both_meshes(faces.mesh, form.mesh)
+    return DTensorSpec(mesh, (*copies, rows, *form.placements), tensor_meta=meta)
+
+
+def both_meshes(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the dimensions of both.
+
+    Raises:
+        ValueError: if they are not dimensions of one mesh.
+    """
     made: Any = DeviceMesh
     try:
-        mesh = made._concatenate([faces.mesh, form.mesh])
-    except RuntimeError as error:
-        raise FlatParamError(
-            f"fully_shard: expected a mesh and DTensors over dimensions of one mesh, found {faces.mesh} and "
-            f"{form.mesh}; take both from one init_device_mesh(), or call flatparam.fully_shard"
+        return made._concatenate([mesh, inner])  # type: ignore[no-any-return]  # torch's own, which FSDP2 calls
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"expected a mesh and DTensors over different dimensions of one mesh with names, found {mesh} and {inner}; "
+            "take both from one init_device_mesh(), or call flatparam.fully_shard"
         ) from error
-    meta = TensorMeta(form.shape, form.stride, dtype)
-    return DTensorSpec(mesh, (*copies, rows, *form.placements), tensor_meta=meta)

@@ -23,6 +23,7 @@ from flatparam_comm import (
     owner_of,
     streams_of,
 )
+from flatparam_optim.matrices.routes import Block
 from flatparam_runtime import holder_of
 
 
@@ -118,16 +119,31 @@ class Member:
     def matrices(self) -> list[Member]:
         """Return the matrices of a stack, or itself: for any other, or if a matrix is no interval of its memory."""
         spec = self.spec
+        if self.form is not None and not self.form.is_interval:
+            return [self]
         if len(spec.shape) < 3 or spec.shape[0] < 2 or spec.stride[0] * spec.shape[0] != spec.numel:
             return [self]
         return [attrs.evolve(self, number=number) for number in range(spec.shape[0])]
 
     @property
     def held(self) -> Span:
-        """Return the elements of the parameter that this rank holds, in the memory order of the whole."""
+        """Return the elements of the parameter that this rank holds, in the memory order of the whole.
+
+        If this rank's part is a block, they are counted in the order of the block.
+        """
         assert self.handle is not None, "ranks share it"
         span = self.handle.layout.fragment(self.index, self.handle.rank).in_param
-        return span if self.form is None else span.shifted(self.form.held(self.spec.fqn).offset)
+        if self.form is None or not self.form.is_interval:
+            return span
+        return span.shifted(self.form.held(self.spec.fqn).offset)
+
+    @property
+    def block(self) -> Block | None:
+        """Return what this rank and those that shard with it hold of a `DTensor`, if it is no interval of the whole."""
+        if self.handle is None or self.form is None or self.form.is_interval:
+            return None
+        offsets, shape = self.form.box
+        return Block(offsets, shape, _spec(self.handle, self.index).stride)
 
     def within(self, held: Span) -> Span:
         """Return what of this member is in an interval of the parameter, counted from the member's first element."""
@@ -141,7 +157,7 @@ class Member:
         """Return for each rank that has elements of this member, which ones.
 
         Args:
-            held: what each rank of one replica has of a `DTensor`; not read for any other parameter.
+            held: what each rank of one replica has of a `DTensor`, in the order of the whole; not read for any other.
         """
         assert self.handle is not None, "ranks share it"
         layout = self.handle.layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -18,10 +19,10 @@ from flatparam_optim.matrices.members import (
     StepsEachMatrix,
     WholeStep,
 )
-from flatparam_optim.matrices.routes import Matrix, Routes
+from flatparam_optim.matrices.routes import Block, Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
 
-Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None]"
+Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None, Block | None]"
 """What a rank tells of a member: name, shape, whether it has what owners keep, and what it holds of a `DTensor`."""
 
 
@@ -198,7 +199,7 @@ class MatrixStepper:
             names = state_of(member.parameter) if self.rule.keeps_state and member.parameter.numel() else ()
             has_kept = any(name not in self.rule.part_states for name in names)
             held = None if member.form is None else member.held
-            mine.append((member.spec.fqn, member.spec.shape, has_kept, held))
+            mine.append((member.spec.fqn, member.spec.shape, has_kept, held, member.block))
         told = topology.exchange(mine, label="parameters that are stepped as wholes")
         _check_alike([[each[:2] for each in one] for one in told], [each[:2] for each in mine])
         return told
@@ -210,11 +211,22 @@ class MatrixStepper:
         matrices, keepers = [], []
         for number, member in enumerate(members):
             spec = member.spec
-            spans = member.spans([one[number][3] for one in told[:ranks]])
-            matrices.append(Matrix(spec, self.rule.cost(spec.shape, member.settings), spans))
+            held, blocks = _in_blocks([one[number][3:] for one in told[:ranks]])
+            cost = self.rule.cost(spec.shape, member.settings)
+            matrices.append(Matrix(spec, cost, member.spans(held), blocks))
             keepers.append([place for place, one in enumerate(told) if one[number][2]])
         replicas = 1 if topology.replicate is None else topology.replicate.size
         return Routes.plan(matrices, ranks, replicas, keepers=keepers if self.rule.keeps_state else None)
+
+
+def _in_blocks(
+    told: Sequence[tuple[Span | None, Block | None]],
+) -> tuple[list[Span | None], tuple[Block, ...]]:
+    """Return what each rank holds of a `DTensor`, counted block after block if it is cut into blocks, and these."""
+    blocks = sorted({each for _, each in told if each is not None}, key=lambda each: each.offsets)
+    starts = dict(zip(blocks, itertools.accumulate((each.numel for each in blocks), initial=0), strict=False))
+    held = [span if block is None or span is None else span.shifted(starts[block]) for span, block in told]
+    return held, tuple(blocks)
 
 
 def _nothing() -> None:

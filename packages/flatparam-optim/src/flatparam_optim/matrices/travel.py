@@ -237,23 +237,21 @@ class Travel:
 
     def _stepped(self, number: int, parts: Sequence[tuple[Span, Sequence[Tensor]]]) -> Tensor:
         """Return the update of a matrix, 1-D in memory order."""
-        member, spec = self.members[number], self.routes.matrices[number].spec
+        member, matrix = self.members[number], self.routes.matrices[number]
         whole = []
         for stream in range(self.rule.streams):
             if len(parts) == 1:
                 flat = parts[0][1][stream].clone()
             else:
-                flat = torch.empty(spec.numel, dtype=self.given, device=self.device)
+                flat = torch.empty(matrix.numel, dtype=self.given, device=self.device)
                 for span, pieces in parts:
                     flat[span.as_slice()] = pieces[stream]
-            found = flat.as_strided(spec.shape, spec.stride)
+            found = matrix.whole(flat)
             # A `DTensor` that is cut by columns has these first in memory; in one process it would not.
             whole.append(found if member.form is None else found.contiguous())
         self.stepped += 1
         update = self.rule.step(whole, self.state_of(member.parameter), member.settings)
-        result = torch.empty(spec.numel, dtype=self.returned, device=self.device)
-        result.as_strided(spec.shape, spec.stride).copy_(update)
-        return result
+        return matrix.flat(update, self.returned)
 
     # Back
 
