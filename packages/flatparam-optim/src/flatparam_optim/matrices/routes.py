@@ -3,6 +3,11 @@
 Rank `s` of replica `r` sends its part of a matrix to the owner in its own replica; the update comes back the same way,
 and then goes to the ranks `s` of the other replicas. A message has, for one matrix after the other, the sender's part
 in the parameter's memory order. The own part of an owner does not travel.
+
+So over all ranks of a replica, of a matrix of `E` elements of which its owner holds `e`, `b s (E - e)` bytes go to the
+owner and `c (E - e)` back: `s` tensors in a dtype of `b` bytes, and the update in one of `c` (Muon: 1, 2 and 2). The
+ranks of a `DTensor` that is cut over a mesh of its own are those of data parallelism and of this mesh together; copies
+of a `DTensor` are stepped apart, each with these bytes and all products.
 """
 
 from __future__ import annotations
