@@ -22,7 +22,7 @@ from flatparam.checkpoint import state_dict as functions
 from flatparam_clients.second_door import door
 from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_meshes import hold_experts
-from flatparam_optim import Adafactor, Muon, Shampoo
+from flatparam_optim import Adafactor, Muon, Shampoo, TransformersAdafactor
 from flatparam_runtime import summon_full_params
 from flatparam_simdev.worlds import run_processes
 
@@ -132,12 +132,18 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[list[Any], list[Any]], li
         lambda parameters: Adafactor(parameters, lr=0.05),
         lambda two, one: [torch.optim.Adafactor([*two, *one], lr=0.05)],
     ),
+    "transformers": (
+        lambda parameters: TransformersAdafactor(parameters, beta1=0.9),
+        lambda two, one: [TransformersAdafactor([*two, *one], beta1=0.9)],
+    ),
     "shampoo": (
         lambda parameters: Shampoo(parameters, every=2, adamw_lr=0.01),
         lambda two, one: [Shampoo([*two, *one], every=2, adamw_lr=0.01)],
     ),
 }
-"""Ours on the mesh, and those of one process: torch's, but for Shampoo, which torch has not."""
+"""Ours on the mesh, and those of one process: torch's, but for those that torch has not."""
+ALL = ("adafactor", "transformers")
+"""The kinds that step every parameter as a whole."""
 
 
 def alone(kind: str, steps: int = STEPS, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
@@ -182,7 +188,7 @@ def test_the_numbers_are_those_of_one_process(way: Way) -> None:
         wanted = alone(kind)
         for found in results:
             assert_same(found[kind][0], wanted)
-        stepped = {name for name, value in wanted.items() if value.dim() == 2 or kind == "adafactor"}
+        stepped = {name for name, value in wanted.items() if value.dim() == 2 or kind in ALL}
         # Of what is not cut, each rank of tensor parallelism steps its copy with those that share this one.
         apart = stepped & {"copied", "plain"}
         times = len(stepped - apart) + len(apart) * way.shape[-1]
@@ -383,8 +389,8 @@ def sent(ranks: Collectives, cut: Any, kind: str) -> dict[str, int]:
 def test_bytes_are_those_of_the_formula(cut: Any, kind: str) -> None:
     """Over all ranks `b s (E - e)` go to the owner and `c (E - e)` back; a copy travels once for each that there is."""
     results = run_processes(4, sent, cut, kind)
-    both = {"matrices to their owners": {"muon": 2, "adafactor": 8, "shampoo": 4}[kind]}
-    both["updates of matrices"] = {"muon": 2, "adafactor": 4, "shampoo": 4}[kind]
+    both = {"matrices to their owners": {"muon": 2, "adafactor": 8, "transformers": 8, "shampoo": 4}[kind]}
+    both["updates of matrices"] = {"muon": 2, "adafactor": 4, "transformers": 4, "shampoo": 4}[kind]
     for label, nbytes in both.items():
         total = sum(found.get(label, 0) for found in results)
         if isinstance(cut, Replicate):

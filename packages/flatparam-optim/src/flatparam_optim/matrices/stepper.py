@@ -211,7 +211,13 @@ class MatrixStepper:
         matrices, keepers = [], []
         for number, member in enumerate(members):
             spec = member.spec
-            held, blocks = _in_blocks([one[number][3:] for one in told[:ranks]])
+            parts = [one[number][3:] for one in told]
+            if any(part != parts[place % ranks] for place, part in enumerate(parts)):
+                raise FlatParamError(
+                    f"{spec.fqn!r}: expected ranks that hold copies of one part of a DTensor in one place of their "
+                    "replicas, found others; make one mesh with dimensions in the order (replicate, shard, tensor)"
+                )
+            held, blocks = _in_blocks(parts[:ranks])
             cost = self.rule.cost(spec.shape, member.settings)
             matrices.append(Matrix(spec, cost, member.spans(held), blocks))
             keepers.append([place for place, one in enumerate(told) if one[number][2]])
