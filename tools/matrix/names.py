@@ -37,6 +37,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_base": "torch.empty(0)",
     "_buffers": "torch.nn.Module()",
     "_cdata": "torch.UntypedStorage",
+    "_concatenate": "torch.distributed.device_mesh.DeviceMesh",
     "_devices": "torch._C._distributed_c10d.ProcessGroupGloo._Options",
     "_enabled": "torch.amp.GradScaler('cpu')",
     "_engine_run_backward": "torch.autograd.graph",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import Self, override
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from flatparam_meshes.unit_meshes import UnitMeshes
+
+KEEPS_ROWS: Final = "_flatparam_keeps_rows"
+"""An attribute of a `DTensor` parameter: its shards are to be rows, as FSDP2's are, however the `DTensor` is cut."""
 
 
 @final
@@ -56,8 +59,12 @@ class MeshForm:
     """The shape of the `DTensor`."""
     stride: tuple[int, ...]
     """The strides of the `DTensor`, in elements: the dimension that is cut over ranks has the largest."""
+    keeps_rows: bool = attrs.field(default=False, kw_only=True)
+    """Whether the part stays in its own memory order, so that a shard may be some of its rows; see `KEEPS_ROWS`."""
     meshes: UnitMeshes | None = None
     """What the forms of a unit share, once all are known."""
+    to_come: DTensor | None = None
+    """The parameter, if it was on the meta device: values come while it is sharded."""
     spread_over: tuple[Collectives, ...] = attrs.field(init=False)
     """The groups whose ranks hold other parts of the parameter, beside those of data parallelism."""
     copied_over: tuple[Collectives, ...] = attrs.field(init=False)
@@ -83,18 +90,17 @@ class MeshForm:
                 f"parameter {name!r} is a DTensor with {placements}: expected Shard or Replicate, since a parameter "
                 "that is a sum still to be made has no value to train; call redistribute() first"
             )
-        if parameter.is_meta:
-            raise FlatParamError(
-                f"parameter {name!r} is a DTensor on the meta device: expected one with memory, since its module would "
-                "give each part values as if it were the whole; after parallelize_module() call to_empty(), which "
-                "takes memory for this rank's part, give it values, and shard then"
-            )
         if mesh.get_coordinate() is None:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor over {mesh}, which this process is not in: shard the module only on "
                 "the ranks of that mesh, or leave it whole (ignored_modules)"
             )
-        return cls(mesh, placements, parameter.shape, _strides(parameter, placements))
+        keeps_rows = bool(vars(parameter).pop(KEEPS_ROWS, False))
+        strides = tuple(parameter.stride()) if keeps_rows else _strides(parameter, placements)
+        made = cls(mesh, placements, parameter.shape, strides, keeps_rows=keeps_rows)
+        if parameter.is_meta:
+            made.to_come = parameter
+        return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # A copy of a model is over the same ranks.
@@ -110,7 +116,7 @@ class MeshForm:
         """
         local = tensor.to_local()
         cut = _cut_dimension(self.placements)
-        if not cut:
+        if self.keeps_rows or not cut:
             return local
         return local.movedim(cut, 0).contiguous().movedim(0, cut)
 
@@ -157,17 +163,30 @@ class MeshForm:
             sizes[dim] //= self.mesh.size(dimension)
         return True
 
+    @property
+    def is_interval(self) -> bool:
+        """Return whether each rank's part is an interval of the memory order: it is cut along one dimension at most."""
+        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
+        return len(cut | ({0} if self.keeps_rows and cut else set())) < 2 and None not in cut
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return the first index of this rank's part in each dimension, and its shape; `None` if it is no box."""
+        if any(type(each) not in (Shard, Replicate) for each in self.placements):
+            return None
+        shape, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        return tuple(offsets), tuple(shape)
+
     def held(self, name: str) -> HeldPart:
         """Return where in the `DTensor` this rank's part lies, for files.
 
         Raises:
             FlatParamError: if it is cut along several dimensions, so that the part is no interval; it names `name`.
         """
-        cut = {getattr(each, "dim", None) for each in self.placements if not each.is_replicate()}
-        if len(cut) > 1 or None in cut:
+        if not self.is_interval:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor with {self.placements}: a directory has intervals of a tensor, so "
-                "that it can be cut along one dimension only; save what "
+                "that it can be cut along one dimension only (FSDP2's fully_shard cuts dimension 0 besides); save what "
                 "flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
             )
         _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import final
+from typing import Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from flatparam_comm import Collectives, FlatParamHandle, ReduceOp, process_group_of
+from flatparam_comm import (
+    Collectives,
+    FlatParamError,
+    FlatParamHandle,
+    ProcessGroupCollectives,
+    ReduceOp,
+    Topology,
+    process_group_of,
+)
+from flatparam_comm.process_group import c10d
+from flatparam_comm.process_group import groups as process_groups
 from flatparam_core import PRESENTER, FlatParameter, handle_of, owner_of
 from flatparam_meshes.form import MeshForm
 
@@ -114,6 +125,17 @@ class UnitMeshes:
             group.all_reduce(flag, op=ReduceOp.MAX, label="not finite").wait()
         return bool(flag)
 
+    def ranks_of_whole(self, form: MeshForm, topology: Topology) -> Topology:
+        """Return the ranks that hold parts of a parameter, those of all meshes as one shard group.
+
+        Every one of them calls it, in one order of parameters; the first call makes a process group.
+
+        Args:
+            form: that of the parameter.
+            topology: the data-parallel ranks of its unit.
+        """
+        return _ranks_of_whole(topology, form.spread_over)
+
     def groups(self, handles: Sequence[FlatParamHandle], *, experts: bool = True) -> list[Collectives]:
         """Return all groups that parameters of `handles` are on, beside those of data parallelism.
 
@@ -161,3 +183,50 @@ def _numbers(group: Collectives) -> set[int]:
 def _forms_of(handle: FlatParamHandle) -> list[tuple[int, MeshForm]]:
     """Return the forms of the parameters that are `DTensor`s, with their indices."""
     return [(i, each) for i, each in enumerate(_presenters_of(handle)) if isinstance(each, MeshForm)]
+
+
+# The ranks that hold a parameter once, over all meshes
+
+
+_LABEL: Final = "ranks that hold a parameter"
+_made: Final[dict[tuple[Collectives | None, ...], Topology]] = {}
+"""The topologies that were made, by the groups that each is of."""
+
+
+def _ranks_of_whole(topology: Topology, spread_over: Sequence[Collectives]) -> Topology:
+    """Return the ranks of `topology`, of which the shard group is joined with those of `spread_over`.
+
+    Ranks that hold copies stay apart: each set of ranks that holds a parameter once is a shard group. The first call
+    for these groups makes a process group, in which the ranks are in the order of their global numbers; every rank in
+    it calls it.
+
+    Raises:
+        FlatParamError: if the data-parallel ranks are no process group.
+    """
+    key = (topology.shard, topology.replicate, *spread_over)
+    if key not in _made:
+        _made[key] = Topology(_joined([topology.shard, *spread_over]), topology.replicate)
+    return _made[key]
+
+
+def _joined(parts: Sequence[Collectives]) -> Collectives:
+    """Return the group of all ranks that are reached by `parts`, one after the other."""
+    group = process_group_of(parts[-1])
+    if group is None:
+        raise FlatParamError(
+            "a DTensor is over a mesh of processes, found ranks that are none: shard over a mesh"
+        )
+    ranks, made = [c10d.first_of("get_rank")()], len(_made)
+    for part in parts:
+        told = part.exchange((ranks, made), label=_LABEL)
+        ranks = sorted(itertools.chain.from_iterable(each for each, _ in told))
+        made = max(count for _, count in told)
+    # torch's default is that every rank of the world must call; some have other parameters.
+    with c10d.making_apart(f"flatparam whole {made}: {' '.join(map(str, ranks))}"):
+        found = c10d.first_of("new_group")(
+            ranks,
+            use_local_synchronization=True,
+            backend=c10d.first_of("get_backend_config")(group),
+            timeout=process_groups.timeout_of(group),
+        )
+    return ProcessGroupCollectives(found)

@@ -74,6 +74,10 @@ class _Orthogonal:
         return False
 
     @property
+    def steps_each_matrix(self) -> bool:
+        return True
+
+    @property
     def part_states(self) -> frozenset[str]:
         return frozenset({"momentum_buffer"})
 
@@ -82,7 +86,8 @@ class _Orthogonal:
         return torch.bfloat16, torch.bfloat16
 
     def cost(self, shape: Sequence[int], settings: Any) -> int:
-        return newton_schulz_flops(shape[0], shape[1], max(1, settings["ns_steps"]))
+        *stack, rows, columns = shape
+        return math.prod(stack) * newton_schulz_flops(rows, columns, max(1, settings["ns_steps"]))
 
     def prepare(self, part: Tensor, gradient: Tensor, state: Any, settings: Any) -> Sequence[Tensor]:
         momentum = settings["momentum"]
@@ -93,12 +98,12 @@ class _Orthogonal:
         return (gradient.lerp(average, momentum) if settings["nesterov"] else average,)
 
     def step(self, whole: Sequence[Tensor], state: Any, settings: Any) -> Tensor:
-        return orthogonalised(
-            whole[0],
-            steps=settings["ns_steps"],
-            coefficients=settings["ns_coefficients"],
-            eps=settings["eps"],
-        )
+        how = {"steps": settings["ns_steps"], "coefficients": settings["ns_coefficients"]}
+        found = [
+            orthogonalised(each, eps=settings["eps"], **how)
+            for each in whole[0].reshape(-1, *whole[0].shape[-2:])
+        ]
+        return found[0] if whole[0].dim() == 2 else torch.stack(found).view(whole[0].shape)
 
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Any) -> None:
         rate = number(settings["lr"])
@@ -108,7 +113,7 @@ class _Orthogonal:
 
 def _adjusted(rate: Any, rule: AdjustRate | None, shape: Sequence[int]) -> Any:
     """Return the learning rate of a matrix of `shape`, for which see `Muon`."""
-    rows, columns = shape
+    rows, columns = shape[-2:]
     if rule == "match_rms_adamw":
         return rate * (0.2 * math.sqrt(max(rows, columns)))
     return rate * math.sqrt(max(1, rows / columns))
@@ -161,10 +166,11 @@ class Muon(WholeOptimizer):
             adamw_weight_decay: see `adamw_betas`.
             matrices: says of a parameter, by name and full shape, whether Muon steps it; by default it does if the
                 parameter has two dimensions. Embeddings and the output layer are usually left to AdamW. Without named
-                parameters, names are those below the unit.
+                parameters, names are those below the unit. A parameter of more dimensions, such as the weights of
+                experts, is a stack of the matrices of its last two, of which each is made orthogonal by itself.
 
         Raises:
-            ValueError: for a setting that is out of range, or if a parameter without two dimensions is chosen.
+            ValueError: for a setting that is out of range, or if a parameter of fewer than two dimensions is chosen.
         """
         if not lr >= 0.0:
             raise ValueError(f"Muon: expected a learning rate that is not negative, found {lr}")
@@ -196,7 +202,7 @@ class Muon(WholeOptimizer):
         super().__init__(params, _Orthogonal(), "muon", defaults, others, matrices)
 
     def _check(self, name: str | None, shape: tuple[int, ...]) -> None:
-        if len(shape) != 2:
+        if len(shape) < 2:
             raise ValueError(
                 f"Muon: expected matrices, found {name or 'a parameter'!r} of shape {shape}; leave it to AdamW: with "
                 "the argument matrices, or in a group with 'rule': 'adamw'"

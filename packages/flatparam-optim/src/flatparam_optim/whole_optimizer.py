@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_core import FLAT_PARAM, FlatParamError, clean_fqn, owner_of
-from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in
+from flatparam_optim.matrices.members import (
+    WholeStep,
+    drop_flat_gradients,
+    follow_gradients,
+    originals_in,
+    spread_form,
+)
 from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.segments.flat_steps import step_in_segments
 from flatparam_runtime import allow_shards
@@ -161,7 +167,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             rule = forced or (self._name if self._choice(name or "", shape) else ADAMW)
             if rule == self._name:
                 self._check(name, shape)
-                _check_is_whole(name, entry[1] if isinstance(entry, tuple) else entry, self._name)
+                _check_has_parts(name, entry[1] if isinstance(entry, tuple) else entry, self._name)
             chosen[rule].append(entry)
         if not any(chosen.values()):
             # As with any optimizer of torch, a group may be empty, and is one group then.
@@ -248,14 +254,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         return self._stepper.stepped
 
 
-def _check_is_whole(name: str | None, parameter: Any, rule: str) -> None:
+def _check_has_parts(name: str | None, parameter: Any, rule: str) -> None:
     owner = owner_of(parameter)
-    meshes = None if owner is None else owner[0].forms.meshes
-    form = None if owner is None or meshes is None else meshes.form(*owner)
-    if form is not None and form.spread_over:
+    form = None if owner is None else spread_form(*owner)
+    if form is not None and not form.is_interval and form.box is None:
         raise FlatParamError(
-            f"{name!r} is cut over the ranks of tensor parallelism, so that {rule} would step parts of a matrix as if "
-            f"they were whole: give it to AdamW ({RULE}='adamw' in its group)"
+            f"{name!r} is a DTensor with {form.placements}: {rule} brings matrices together of which each rank has an "
+            f"interval or a box, as with Shard; give it to AdamW ({RULE}='adamw' in its group)"
         )
 
 

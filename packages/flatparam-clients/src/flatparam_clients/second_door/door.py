@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flatparam
 from flatparam.in_place.module import class_for
 from flatparam_clients.names import FSDP, STATE_FUNCTIONS
-from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter
+from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter, both_meshes
 from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
 from flatparam_clients.second_door.presented import PresentedModule, routed
 from flatparam_comm import ProcessGroupCollectives
-from flatparam_core import CHUNK, FlatParamError, LayoutRule
+from flatparam_core import CHUNK, LayoutRule
+from flatparam_meshes import KEEPS_ROWS
 from flatparam_runtime import unit_of
 
 _CALLS: Final = itertools.count(1)
@@ -33,7 +35,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     """Shard a module in place as `flatparam.fully_shard` does, and have its parameters be `DTensor`s, as torch's are.
 
     Each is cut along dimension 0 in as many chunks as there are ranks, so that its local part has the rows that torch's
-    `fully_shard` would give this rank.
+    `fully_shard` would give this rank. One that is a `DTensor` of tensor parallelism is shown as one over both meshes.
 
     Args:
         module: the module, or a list of modules.
@@ -51,14 +53,13 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
         mesh = _mesh_of_all(modules)
     # Both may come from a generator, and are looked at twice.
     ignored = [*(named.pop("ignored_params", None) or ())]
-    _check_dimensions(modules, {*ignored})
+    _check_and_mark(modules, {*ignored}, mesh)
     named.update(ignored_params=ignored or None, mesh=mesh, layout=_chunks, values_later=True)
     if "mp_policy" in named:
         named["mp_policy"] = _with_default_of_torch(named["mp_policy"], modules)
     with _numbers_of_its_own(modules):
         flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
-    faces = DTensorFaces.over(mesh)
     for each in modules:
         unit = unit_of(each)
         assert unit is not None
@@ -66,7 +67,13 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
             # The order in which FSDP2's sums over gloo are made.
             unit.topology.shard.adds_in_rank_order = False
         for handle in unit.handles:
-            handle.wear(faces)
+            meshes, names = handle.forms.meshes, handle.layout.fqns
+            forms = {
+                name: None if meshes is None else meshes.form(handle, at) for at, name in enumerate(names)
+            }
+            handle.wear(
+                DTensorFaces.over(mesh, {name: form for name, form in forms.items() if form is not None})
+            )
         kind: Any = type(each)
         each.__class__ = class_for(kind._sharded_class, PresentedModule)
     return module
@@ -110,18 +117,21 @@ def _mesh_of_all(modules: list[nn.Module]) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _check_dimensions(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _check_and_mark(modules: list[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Check that each parameter has a dimension to cut, and have the shards of `DTensor`s be rows."""
     for each in modules:
         for name, parameter in each.named_parameters():
             if not parameter.dim() and parameter not in ignored:
                 raise ValueError(
                     f"fully_shard: {name!r} has no dimension to cut: give it shape (1,), or list it in ignored_params"
                 )
-            if hasattr(parameter, "device_mesh") and not isinstance(parameter, ShardedParameter):
-                raise FlatParamError(
-                    f"fully_shard: {name!r} is a DTensor of tensor parallelism, and would be shown as one of data "
-                    "parallelism alone: call flatparam.fully_shard, or leave torch's fully_shard as it is"
-                )
+            is_face = isinstance(parameter, ShardedParameter)
+            if isinstance(parameter, DTensor) and not is_face and parameter not in ignored:
+                try:
+                    both_meshes(mesh, parameter.device_mesh)
+                except ValueError as error:
+                    raise ValueError(f"fully_shard: {name!r}: {error}") from error
+                setattr(parameter, KEEPS_ROWS, True)
 
 
 _HOMES: Final = (

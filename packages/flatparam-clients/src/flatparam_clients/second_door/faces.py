@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import attrs
@@ -11,9 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from flatparam_core import ParamSpec
+from flatparam_core import FlatParamError, ParamSpec
+from flatparam_meshes import MeshForm
 
+_NONE: Final[Mapping[str, MeshForm]] = MappingProxyType({})
 _HELD_HERE: Final = 3
 """The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
 
@@ -133,16 +138,17 @@ class DTensorFaces:
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    forms: Mapping[str, MeshForm] = attrs.field(factory=dict)
+    """The forms of parameters that are `DTensor`s of other meshes, by their names in the unit."""
 
     @classmethod
-    def over(cls, mesh: DeviceMesh) -> DTensorFaces:
+    def over(cls, mesh: DeviceMesh, forms: Mapping[str, MeshForm] = _NONE) -> DTensorFaces:
         """Shard over the last dimension of `mesh`, and hold copies across those before it."""
-        return cls(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)))
+        return cls(mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(0)), forms)
 
     def make(self, original: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
         """Return the `DTensor` whose local part is `original`'s memory."""
-        meta = TensorMeta(torch.Size(spec.shape), spec.stride, original.dtype)
-        of = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        of = self._spec(spec, original.dtype)
         kind: Any = ShardedParameter
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
@@ -151,6 +157,13 @@ class DTensorFaces:
         noted = vars(original).items() if type(original) is nn.Parameter else ()
         vars(face).update({name: value for name, value in noted if not name.startswith("_fsdp")})
         return face  # type: ignore[no-any-return]  # nn.Parameter is what it passes for
+
+    def _spec(self, spec: ParamSpec, dtype: torch.dtype) -> DTensorSpec:
+        form = self.forms.get(spec.fqn)
+        if form is None:
+            meta = TensorMeta(torch.Size(spec.shape), spec.stride, dtype)
+            return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return _of_both(self, form, dtype)
 
     def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
         """Have the local part of `face` be the memory that `original` has now."""
@@ -167,9 +180,32 @@ class DTensorFaces:
         found: Any = given
         if not isinstance(given, DTensor):
             return given
-        if given.placements != self.placements or given.device_mesh != self.mesh:
-            found = given.redistribute(self.mesh, self.placements)
+        mesh, placements = self._wanted(given)
+        if given.placements != placements or given.device_mesh != mesh:
+            found = given.redistribute(mesh, placements)
         return found._local_tensor  # type: ignore[no-any-return]  # its values are what counts
+
+    def _wanted(self, given: DTensor) -> tuple[DeviceMesh, Sequence[Placement]]:
+        """Return the mesh and the placements of the faces that have the shape of `given`.
+
+        Raises:
+            FlatParamError: if there are several, and `given` is like none of them.
+        """
+        if not self.forms or given.device_mesh == self.mesh:
+            return self.mesh, self.placements
+        alike = [
+            _of_both(self, form, given.dtype) for form in self.forms.values() if form.shape == given.shape
+        ]
+        specs = {(each.mesh, each.placements) for each in alike}
+        own = (given.device_mesh, tuple(given.placements))
+        if own in specs:
+            return own
+        if len(specs) != 1:
+            raise FlatParamError(
+                f"expected a DTensor of shape {tuple(given.shape)} that is spread as the parameter that it replaces, "
+                f"found {tuple(given.placements)} over {given.device_mesh}; copy its values to the parameter"
+            )
+        return specs.pop()
 
     def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
         """Make a `DTensor` in the place of `face` the face: an optimizer may hold it already; another unit's is one."""
@@ -189,3 +225,37 @@ class DTensorFaces:
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""
         return self
+
+
+def _of_both(faces: DTensorFaces, form: MeshForm, dtype: torch.dtype) -> DTensorSpec:
+    """Return how FSDP2 spreads a parameter that is a `DTensor` already: over both meshes, with its rows strided.
+
+    The rows of each rank of tensor parallelism are cut over the data-parallel ranks: of the whole, a rank has rows that
+    do not lie side by side, and of which `_StridedShard` says where they lie.
+    """
+    *copies, rows = faces.placements
+    parts = 1
+    for dimension, placement in enumerate(form.placements):
+        if getattr(placement, "dim", None) == 0:
+            parts *= form.mesh.size(dimension)
+    if parts > 1:
+        rows = _StridedShard(0, split_factor=parts)
+    meta = TensorMeta(form.shape, form.stride, dtype)
+    mesh = both_meshes(faces.mesh, form.mesh)
+    return DTensorSpec(mesh, (*copies, rows, *form.placements), tensor_meta=meta)
+
+
+def both_meshes(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the dimensions of both.
+
+    Raises:
+        ValueError: if they are not dimensions of one mesh.
+    """
+    made: Any = DeviceMesh
+    try:
+        return made._concatenate([mesh, inner])  # type: ignore[no-any-return]  # torch's own, which FSDP2 calls
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"expected a mesh and DTensors over different dimensions of one mesh with names, found {mesh} and {inner}; "
+            "take both from one init_device_mesh(), or call flatparam.fully_shard"
+        ) from error

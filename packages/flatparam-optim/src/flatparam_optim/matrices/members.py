@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import attrs
 import torch
@@ -14,15 +14,16 @@ from flatparam_comm import (
     FlatParamError,
     FlatParameter,
     FlatParamHandle,
-    Fragment,
     Mark,
     ParamSpec,
     ReduceOp,
+    Span,
     Topology,
     handle_of,
     owner_of,
     streams_of,
 )
+from flatparam_optim.matrices.routes import Block
 from flatparam_runtime import holder_of
 
 
@@ -41,43 +42,139 @@ def originals_in(parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter, t
     if owner is None:
         yield "", parameter, tuple(parameter.shape)
     else:
-        spec = owner[0].layout.slots[owner[1]].spec
-        yield spec.fqn, parameter, spec.shape
+        yield _spec(*owner).fqn, parameter, _shape(*owner)
+
+
+def spread_form(handle: FlatParamHandle, index: int) -> Any:
+    """Return the form of a `DTensor` that is cut over ranks beside those of data parallelism; `None` for any other.
+
+    It is a `MeshForm` of the add-on flatparam-meshes.
+    """
+    meshes = handle.forms.meshes
+    form = None if meshes is None else meshes.form(handle, index)
+    return form if form is not None and form.spread_over else None
+
+
+def _spec(handle: FlatParamHandle, index: int) -> ParamSpec:
+    return handle.layout.slots[index].spec
+
+
+def _shape(handle: FlatParamHandle, index: int) -> tuple[int, ...]:
+    form = spread_form(handle, index)
+    return _spec(handle, index).shape if form is None else tuple(form.shape)
 
 
 @final
 @attrs.frozen(eq=False)
 class Member:
-    """A parameter that is stepped as a whole, of which this rank may hold a part; without a handle it holds all."""
+    """A parameter that is stepped as a whole, of which this rank may hold a part; without a handle it holds all.
+
+    The whole of a `DTensor` is that of all ranks. Of a stack of matrices, each may be a member.
+    """
 
     parameter: nn.Parameter
     settings: Settings
     handle: FlatParamHandle | None
     index: int = 0
+    form: Any = None
+    """The form of a `DTensor` of which ranks of another mesh hold other parts; see `spread_form`."""
+    number: int | None = None
+    """Which matrix of the stack `parameter` it is; `None` for all of the parameter."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, settings: Settings) -> Member:
         """Return the member that an original, or a parameter of no unit, is."""
-        handle, index = owner_of(parameter) or (None, 0)
-        return cls(parameter, settings, handle, index)
+        owner = owner_of(parameter)
+        if owner is None:
+            return cls(parameter, settings, None)
+        return cls(parameter, settings, *owner, spread_form(*owner))
 
     @property
-    def topology(self) -> Topology | None:
-        """The groups of ranks that share the parameter; `None` if this rank has it for itself."""
+    def unit_topology(self) -> Topology | None:
+        """Return the data-parallel ranks that share the parameter; `None` if this rank has it for itself."""
         unit = None if self.handle is None else holder_of(self.handle)
         return None if unit is None else unit.topology
 
-    @property
-    def spec(self) -> ParamSpec:
-        """The facts about the whole parameter."""
-        if self.handle is None:
-            return ParamSpec.of("", self.parameter)
-        return self.handle.layout.slots[self.index].spec
+    def topology(self) -> Topology | None:
+        """Return all ranks that share the parameter, or `None`; for a `DTensor` every one of them calls it."""
+        found = self.unit_topology
+        if self.form is None or found is None or self.handle is None:
+            return found
+        whole: Topology = self.handle.forms.meshes.ranks_of_whole(self.form, found)
+        return whole
 
     @property
-    def fragment(self) -> Fragment | None:
-        """The part that this rank holds; `None` if it has the parameter for itself."""
-        return None if self.handle is None else self.handle.layout.fragment(self.index, self.handle.rank)
+    def spec(self) -> ParamSpec:
+        """Return the facts about the whole that is stepped."""
+        if self.handle is None:
+            return ParamSpec.of("", self.parameter)
+        found = _spec(self.handle, self.index)
+        if self.form is not None:
+            found = attrs.evolve(found, shape=tuple(self.form.shape), stride=self.form.stride)
+        if self.number is not None:
+            name = f"{found.fqn}[{self.number}]"
+            found = attrs.evolve(found, fqn=name, shape=found.shape[1:], stride=found.stride[1:])
+        return found
+
+    def matrices(self) -> list[Member]:
+        """Return the matrices of a stack, or itself: for any other, or if a matrix is no interval of its memory."""
+        spec = self.spec
+        if self.form is not None and not self.form.is_interval:
+            return [self]
+        if len(spec.shape) < 3 or spec.shape[0] < 2 or spec.stride[0] * spec.shape[0] != spec.numel:
+            return [self]
+        return [attrs.evolve(self, number=number) for number in range(spec.shape[0])]
+
+    @property
+    def held(self) -> Span:
+        """Return the elements of the parameter that this rank holds, in the memory order of the whole.
+
+        If this rank's part is a block, they are counted in the order of the block.
+        """
+        assert self.handle is not None, "ranks share it"
+        span = self.handle.layout.fragment(self.index, self.handle.rank).in_param
+        if self.form is None or not self.form.is_interval:
+            return span
+        return span.shifted(self.form.held(self.spec.fqn).offset)
+
+    @property
+    def block(self) -> Block | None:
+        """Return what this rank and those that shard with it hold of a `DTensor`, if it is no interval of the whole."""
+        if self.handle is None or self.form is None or self.form.is_interval:
+            return None
+        offsets, shape = self.form.box
+        return Block(offsets, shape, _spec(self.handle, self.index).stride)
+
+    def within(self, held: Span) -> Span:
+        """Return what of this member is in an interval of the parameter, counted from the member's first element."""
+        if self.number is None:
+            return held
+        numel = self.spec.numel
+        start = self.number * numel
+        return held.overlap(Span(start, start + numel)).relative_to(start)
+
+    def spans(self, held: Sequence[Span | None]) -> dict[int, Span]:
+        """Return for each rank that has elements of this member, which ones.
+
+        Args:
+            held: what each rank of one replica has of a `DTensor`, in the order of the whole; not read for any other.
+        """
+        assert self.handle is not None, "ranks share it"
+        layout = self.handle.layout
+        if self.form is None:
+            found = {rank: layout.fragment(self.index, rank).in_param for rank in layout.ranks_of(self.index)}
+        else:
+            found = {rank: span for rank, span in enumerate(held) if span}
+        within = {rank: self.within(span) for rank, span in found.items()}
+        return {rank: span for rank, span in within.items() if span}
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return what of this member is in `tensor`, which is shaped like this rank's part of the parameter; a view."""
+        if self.number is None:
+            return tensor
+        held, start = self.held, self.number * self.spec.numel
+        span = held.overlap(Span(start, start + self.spec.numel))
+        return tensor.view(-1)[span.relative_to(held.start).as_slice()]
 
 
 def follow_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -174,6 +271,16 @@ class WholeStep(Protocol):
             shape: that of the whole parameter.
             settings: the hyper-parameters.
         """
+        ...
+
+
+@runtime_checkable
+class StepsEachMatrix(Protocol):
+    """A rule that steps each matrix of a stack by itself, and keeps no state: they may have different owners."""
+
+    @property
+    def steps_each_matrix(self) -> bool:
+        """Return whether it does."""
         ...
 
 

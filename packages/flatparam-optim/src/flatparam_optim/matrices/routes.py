@@ -1,21 +1,29 @@
-"""The way of each matrix to its owner and back, in buckets: numbers only, the same on every rank.
+"""The way of each matrix to its owner and back, in buckets: a plan of numbers, the same on every rank.
 
 Rank `s` of replica `r` sends its part of a matrix to the owner in its own replica; the update comes back the same way,
 and then goes to the ranks `s` of the other replicas. A message has, for one matrix after the other, the sender's part
 in the parameter's memory order. The own part of an owner does not travel.
+
+So over all ranks of a replica, of a matrix of `E` elements of which its owner holds `e`, `b s (E - e)` bytes go to the
+owner and `c (E - e)` back: `s` tensors in a dtype of `b` bytes, and the update in one of `c` (Muon: 1, 2 and 2). The
+ranks of a `DTensor` that is cut over a mesh of its own are those of data parallelism and of this mesh together; copies
+of a `DTensor` are stepped apart, each with these bytes and all products.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import final
 
 import attrs
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
-from flatparam_comm import FlatLayout, Span, Threshold
+from flatparam_comm import ParamSpec, Span, Threshold
 from flatparam_optim.matrices.matrix_owners import Job, choose_owners
 
 BUCKET = Threshold(
@@ -27,29 +35,74 @@ BUCKET = Threshold(
 
 @final
 @attrs.frozen
+class Block:
+    """The part of a `DTensor` that ranks of one place in its mesh hold, if it is no interval of the whole: a box."""
+
+    offsets: tuple[int, ...]
+    """The first index in each dimension."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """The strides of the part, in elements."""
+
+    @property
+    def numel(self) -> int:
+        """Return its number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of the whole, as a view."""
+        box = zip(self.offsets, self.shape, strict=True)
+        return whole[tuple(slice(start, start + size) for start, size in box)]
+
+
+@final
+@attrs.frozen
 class Matrix:
-    """A parameter that is stepped as a whole: parameter `index` of `layout`, and what its step costs."""
+    """A parameter that is stepped as a whole, or a matrix of a stack, and what its step costs."""
 
-    layout: FlatLayout = attrs.field(repr=False)
-    index: int
+    spec: ParamSpec = attrs.field(repr=False)
     cost: int
-    spans: dict[int, Span] = attrs.field(init=False, eq=False)
+    spans: dict[int, Span] = attrs.field(eq=False)
     """For each rank that has elements of it, which ones, counted in memory order."""
+    blocks: tuple[Block, ...] = ()
+    """If parts are no intervals of the memory order: what is counted instead, block after block, each in its order."""
 
-    @spans.default
-    def _find_spans(self) -> dict[int, Span]:
-        layout, index = self.layout, self.index
-        return {rank: layout.fragment(index, rank).in_param for rank in layout.ranks_of(index)}
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the whole of 1-D `flat`, in which elements are counted as in `spans`; it may be a view."""
+        if not self.blocks:
+            return flat.as_strided(self.spec.shape, self.spec.stride)
+        found = flat.new_empty(self.spec.shape)
+        for block, part in zip(self.blocks, self._parts(flat), strict=True):
+            block.of(found).copy_(part)
+        return found
+
+    def flat(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the elements of `whole` as they are counted, 1-D, in `dtype`; the memory is its own."""
+        found = torch.empty(self.numel, dtype=dtype, device=whole.device)
+        if not self.blocks:
+            found.as_strided(self.spec.shape, self.spec.stride).copy_(whole)
+        for block, part in zip(self.blocks, self._parts(found), strict=True):
+            part.copy_(block.of(whole))
+        return found
+
+    def _parts(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield the views of `flat` that are blocks, each in its shape."""
+        start = 0
+        for block in self.blocks:
+            yield flat[start : start + block.numel].as_strided(
+                block.shape, block.stride, flat.storage_offset() + start
+            )
+            start += block.numel
 
     @property
     def numel(self) -> int:
         """Its number of elements."""
-        return self.layout.slots[self.index].spec.numel
+        return self.spec.numel
 
     @property
     def is_kept_whole(self) -> bool:
         """Whether its rule keeps it whole on one rank, which then steps it."""
-        return self.layout.slots[self.index].spec.rule.kind == "whole"
+        return self.spec.rule.kind == "whole"
 
 
 @final

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import FlatParamError, Topology, streams_of
-from flatparam_optim.matrices.members import Member, Presence, Settings, StateOf, WholeStep
-from flatparam_optim.matrices.routes import Matrix, Routes
+from flatparam_comm import FlatParamError, Span, Topology, streams_of
+from flatparam_optim.matrices.members import (
+    Member,
+    Presence,
+    Settings,
+    StateOf,
+    StepsEachMatrix,
+    WholeStep,
+)
+from flatparam_optim.matrices.routes import Block, Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
+
+Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None, Block | None]"
+"""What a rank tells of a member: name, shape, whether it has what owners keep, and what it holds of a `DTensor`."""
 
 
 @final
@@ -157,11 +168,11 @@ class MatrixStepper:
                 travel.state_of = state_of
             self._alone = self._again(self._alone, members)
             return
-        self._alone = [each for each in members if each.topology is None]
+        self._alone = [each for each in members if each.unit_topology is None]
         self._travels = []
         self._stepped_alone = 0
         for (topology, device, dtypes), found in _alike(members, self.rule).items():
-            routes = self._routes(topology, found, self._keepers(topology, found, state_of))
+            routes = self._routes(topology, found, self._told(topology, found, state_of))
             self._travels.append(Travel(routes, found, topology, self.rule, state_of, device, *dtypes))
         self._key = key
 
@@ -172,39 +183,56 @@ class MatrixStepper:
     @staticmethod
     def _again(old: Sequence[Member], members: Sequence[Member]) -> list[Member]:
         known = {id(each.parameter): each for each in members}
-        return [known[id(each.parameter)] for each in old]
+        found = ((each.number, known[id(each.parameter)]) for each in old)
+        return [each if number is None else attrs.evolve(each, number=number) for number, each in found]
 
-    def _keepers(
+    def _told(
         self, topology: Topology, members: Sequence[Member], state_of: Callable[[Any], StateOf]
-    ) -> list[list[int]] | None:
-        """For each of `members` the places with state that owners keep; `None` if the rule has none.
-
-        Every rank calls it.
+    ) -> list[list[Told]]:
+        """Return for each rank what it has told the others of each of `members`; every rank calls it.
 
         Raises:
             FlatParamError: on every rank, if the ranks' parameters are not the same.
         """
-        mine = []
+        mine: list[Told] = []
         for member in members:
             names = state_of(member.parameter) if self.rule.keeps_state and member.parameter.numel() else ()
             has_kept = any(name not in self.rule.part_states for name in names)
-            mine.append((member.spec.fqn, member.spec.shape, has_kept))
+            held = None if member.form is None else member.held
+            mine.append((member.spec.fqn, member.spec.shape, has_kept, held, member.block))
         told = topology.exchange(mine, label="parameters that are stepped as wholes")
         _check_alike([[each[:2] for each in one] for one in told], [each[:2] for each in mine])
-        if not self.rule.keeps_state:
-            return None
-        return [[place for place, one in enumerate(told) if one[number][2]] for number in range(len(mine))]
+        return told
 
     def _routes(
-        self, topology: Topology, members: Sequence[Member], keepers: list[list[int]] | None
+        self, topology: Topology, members: Sequence[Member], told: Sequence[Sequence[Told]]
     ) -> Routes:
-        matrices = []
-        for member in members:
-            assert member.handle is not None, "it has a topology"
-            cost = self.rule.cost(member.spec.shape, member.settings)
-            matrices.append(Matrix(member.handle.layout, member.index, cost))
+        ranks = topology.shard.size
+        matrices, keepers = [], []
+        for number, member in enumerate(members):
+            spec = member.spec
+            parts = [one[number][3:] for one in told]
+            if any(part != parts[place % ranks] for place, part in enumerate(parts)):
+                raise FlatParamError(
+                    f"{spec.fqn!r}: expected ranks that hold copies of one part of a DTensor in one place of their "
+                    "replicas, found others; make one mesh with dimensions in the order (replicate, shard, tensor)"
+                )
+            held, blocks = _in_blocks(parts[:ranks])
+            cost = self.rule.cost(spec.shape, member.settings)
+            matrices.append(Matrix(spec, cost, member.spans(held), blocks))
+            keepers.append([place for place, one in enumerate(told) if one[number][2]])
         replicas = 1 if topology.replicate is None else topology.replicate.size
-        return Routes.plan(matrices, topology.shard.size, replicas, keepers=keepers)
+        return Routes.plan(matrices, ranks, replicas, keepers=keepers if self.rule.keeps_state else None)
+
+
+def _in_blocks(
+    told: Sequence[tuple[Span | None, Block | None]],
+) -> tuple[list[Span | None], tuple[Block, ...]]:
+    """Return what each rank holds of a `DTensor`, counted block after block if it is cut into blocks, and these."""
+    blocks = sorted({each for _, each in told if each is not None}, key=lambda each: each.offsets)
+    starts = dict(zip(blocks, itertools.accumulate((each.numel for each in blocks), initial=0), strict=False))
+    held = [span if block is None or span is None else span.shifted(starts[block]) for span, block in told]
+    return held, tuple(blocks)
 
 
 def _nothing() -> None:
@@ -216,11 +244,15 @@ def _alike(
 ) -> dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]]:
     """Return the sharded members that are not empty, by ranks, device and the dtypes in which they travel."""
     found: dict[tuple[Topology, torch.device, tuple[torch.dtype, torch.dtype]], list[Member]] = {}
+    each_matrix = isinstance(rule, StepsEachMatrix) and rule.steps_each_matrix
     for member in members:
-        topology = member.topology
-        if topology is not None and member.handle is not None and member.spec.numel:
-            dtypes = rule.dtypes(member.parameter.dtype)
-            found.setdefault((topology, member.handle.device, dtypes), []).append(member)
+        if member.unit_topology is None or member.handle is None or not member.spec.numel:
+            continue
+        topology = member.topology()
+        assert topology is not None, "its unit has one"
+        dtypes = rule.dtypes(member.parameter.dtype)
+        alike = found.setdefault((topology, member.handle.device, dtypes), [])
+        alike += member.matrices() if each_matrix else [member]
     return found
 
 

@@ -5,6 +5,7 @@ While a bucket is stepped, the next one is under way to its owners, and the upda
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -53,6 +54,10 @@ class Travel:
     """The matrices that this rank has stepped, since the object was made."""
     _to_step: Sequence[bool] = ()
     """Of each matrix, whether it is stepped this time."""
+    _stacks: dict[int, Sequence[Tensor]] = attrs.field(factory=dict)
+    """What was prepared of stacks, by the identity of the parameter, while some of its matrices are not sent."""
+    _to_send: Counter[int] = attrs.field(factory=Counter)
+    """How many matrices of each stack are to be sent."""
 
     @property
     def rank(self) -> int:
@@ -80,6 +85,12 @@ class Travel:
                 that it is.
         """
         self._to_step = to_step
+        self._stacks.clear()
+        self._to_send = Counter(
+            id(member.parameter)
+            for member, matrix in zip(self.members, self.routes.matrices, strict=True)
+            if member.number is not None and self.rank in matrix.spans
+        )
         stages = (self._send, self._step, self._spread, self._finish)
         under_way: list[_BucketUnderWay] = []
         for tick in range(self.routes.buckets + len(stages) - 1):
@@ -131,7 +142,17 @@ class Travel:
         gradient = member.parameter.grad
         if gradient is None:
             return ()
-        return self.rule.prepare(member.parameter, gradient, self.state_of(member.parameter), member.settings)
+        key = id(member.parameter)
+        prepared = self._stacks.pop(key, None)
+        if prepared is None:
+            state = self.state_of(member.parameter)
+            prepared = self.rule.prepare(member.parameter, gradient, state, member.settings)
+        if member.number is None:
+            return prepared
+        self._to_send[key] -= 1
+        if self._to_send[key]:
+            self._stacks[key] = prepared
+        return [member.part_of(each) for each in prepared]
 
     def _carried(self, tensor: Tensor) -> Tensor:
         carried = tensor.reshape(-1).to(self.given)
@@ -216,21 +237,21 @@ class Travel:
 
     def _stepped(self, number: int, parts: Sequence[tuple[Span, Sequence[Tensor]]]) -> Tensor:
         """Return the update of a matrix, 1-D in memory order."""
-        member, spec = self.members[number], self.members[number].spec
+        member, matrix = self.members[number], self.routes.matrices[number]
         whole = []
         for stream in range(self.rule.streams):
             if len(parts) == 1:
                 flat = parts[0][1][stream].clone()
             else:
-                flat = torch.empty(spec.numel, dtype=self.given, device=self.device)
+                flat = torch.empty(matrix.numel, dtype=self.given, device=self.device)
                 for span, pieces in parts:
                     flat[span.as_slice()] = pieces[stream]
-            whole.append(flat.as_strided(spec.shape, spec.stride))
+            found = matrix.whole(flat)
+            # A `DTensor` that is cut by columns has these first in memory; in one process it would not.
+            whole.append(found if member.form is None else found.contiguous())
         self.stepped += 1
         update = self.rule.step(whole, self.state_of(member.parameter), member.settings)
-        result = torch.empty(spec.numel, dtype=self.returned, device=self.device)
-        result.as_strided(spec.shape, spec.stride).copy_(update)
-        return result
+        return matrix.flat(update, self.returned)
 
     # Back
 
@@ -290,9 +311,9 @@ class Travel:
                     parts = self.routes.parts(numbers, self.rank)
                     self._take_all(bucket, parts, bucket.received, replica * numel)
         for number, update in self._beside_parts(bucket.updates).items():
-            member = self.members[number]
-            part = member.parameter
-            self.rule.apply(part, update.view(part.shape), member.spec.shape, member.settings)
+            member, spec = self.members[number], self.routes.matrices[number].spec
+            part = member.part_of(member.parameter)
+            self.rule.apply(part, update.view(part.shape), spec.shape, member.settings)
 
     def _beside_parts(self, updates: dict[int, Tensor]) -> dict[int, Tensor]:
         """The updates on the devices of their parts: those of offloaded ones come to the host, which waits once."""

@@ -18,7 +18,7 @@ from flatparam_state.optimizer.entry import PerRank, copy_value, is_equal, sprea
 from flatparam_state.optimizer.first_state import FirstState, first_states
 from flatparam_state.optimizer.held import Held, Holding, complete_groups, of_parts, with_names
 from flatparam_state.optimizer.inventory import agree_on_holdings, with_states
-from flatparam_state.places import Place, gather, places_in, shard_of
+from flatparam_state.places import Place, gather, mesh_groups, places_in, shard_of
 
 
 @of_parts
@@ -186,7 +186,7 @@ def _local(place: Place, states: Mapping[Held, Mapping[str, Any]]) -> dict[str, 
 
 
 def _bring_together(replicas: Collectives, mine: Sequence[dict[str, _Local]]) -> None:
-    """Add what only other replicas have of states that are not cut."""
+    """Add what only other replicas, or ranks of other meshes, have of states that are not cut."""
     plain = [{name: local.plain for name, local in named.items()} for named in mine]
     for told in replicas.exchange(plain, label="optimizer state of owners"):
         for named, theirs in zip(mine, told, strict=True):
@@ -212,12 +212,13 @@ def sharded_states(
         places: the flat parameters.
         states: what this rank has.
         form: of the values.
-        with_owners: some states may be on one rank alone, in one of the replicas; see `Held.is_kept_once`.
+        with_owners: some states may be on one rank alone, of all that hold parts; see `Held.is_kept_once`.
     """
     for topology, batch in itertools.groupby(places, key=lambda place: place.unit.topology):
         found = [(place, _local(place, states)) for place in batch]
-        if with_owners and topology.replicate is not None:
-            _bring_together(topology.replicate, [local for _, local in found])
+        others = [] if topology.replicate is None else [topology.replicate]
+        for group in (*others, *mesh_groups(place.unit for place, _ in found)) if with_owners else ():
+            _bring_together(group, [local for _, local in found])
         agreement = _Agreement.reach(topology.shard, found)
         for number in range(len(agreement.locals)):
             yield from agreement.states(number, form)

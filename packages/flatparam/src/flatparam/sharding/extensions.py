@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import Self
 
 from flatparam.addons import load
-from flatparam.resolving.parameters import Ignored
+from flatparam.resolving.settings import Resolved
 from flatparam.sharding.placement import bound_parameters
 from flatparam_comm import FlatParamError, ProcessGroupCollectives, process_group_of
 from flatparam_core import PRESENTER, BoundParameter, owner_of
@@ -40,10 +40,10 @@ def needs_extensions(tensors: Iterable[Tensor]) -> bool:
     return _extensions is not None or any(type(tensor) not in _PLAIN for tensor in tensors)
 
 
-def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
+def flatten_extended(module: nn.Module, resolved: Resolved) -> Resolved:
     """Put plain parameters in the place of those that cannot be flattened; they carry how they are to be shown."""
     presenters: list[Any] = []
-    for b in bound_parameters(module, ignored):
+    for b in bound_parameters(module, resolved.ignored):
         if (_extensions is None and type(b.parameter) is nn.Parameter) or owner_of(b.parameter) is not None:
             continue
         plain, present = _taken_apart(b)
@@ -61,7 +61,8 @@ def flatten_extended(module: nn.Module, ignored: Ignored) -> None:
         for info in b.infos:
             setattr(info.module, info.param_name, parameter)
     if any(hasattr(each, "meshes") for each in presenters):
-        load("flatparam_meshes").UnitMeshes.join(presenters)
+        return load("flatparam_meshes").join_forms(module, presenters, resolved)  # type: ignore[no-any-return]
+    return resolved
 
 
 def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

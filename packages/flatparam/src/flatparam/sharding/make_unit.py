@@ -73,7 +73,7 @@ def shard_resolved(module: nn.Module, resolved: Resolved, *, by_hooks: bool) -> 
     modules = placement.own_modules(module, resolved.ignored)
     tensors = list(placement.own_tensors(modules, resolved.ignored))
     if extensions.needs_extensions(tensors):
-        extensions.flatten_extended(module, resolved.ignored)
+        resolved = extensions.flatten_extended(module, resolved)
         tensors = list(placement.own_tensors(modules, resolved.ignored))
     is_deferred = placement.is_deferred(tensors, resolved)
     initialise = placement.initialiser(module, resolved) if is_deferred else None
