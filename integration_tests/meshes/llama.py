@@ -89,10 +89,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP, or what stands in its place, each behind a norm."""
 
-    def __init__(self, mlp: nn.Module | None = None) -> None:
+    def __init__(self, mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.attention_norm, self.attention = RMSNorm(), Attention()
-        self.mlp_norm, self.mlp = RMSNorm(), MLP() if mlp is None else mlp
+        self.mlp_norm, self.mlp = RMSNorm(), mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -106,7 +106,7 @@ class Llama(nn.Module):
     def __init__(self, mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.embedding: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block(mlp()) for _ in range(LAYERS)])
+        self.layers = nn.ModuleList([Block(mlp) for _ in range(LAYERS)])
         self.norm: nn.Module | None = RMSNorm()
         self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
