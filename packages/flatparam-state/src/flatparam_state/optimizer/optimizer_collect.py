@@ -18,7 +18,7 @@ from flatparam_state.optimizer.entry import PerRank, copy_value, is_equal, sprea
 from flatparam_state.optimizer.first_state import FirstState, first_states
 from flatparam_state.optimizer.held import Held, Holding, complete_groups, of_parts, with_names
 from flatparam_state.optimizer.inventory import agree_on_holdings, with_states
-from flatparam_state.places import Place, gather, places_in, shard_of
+from flatparam_state.places import Place, check_names, gather, places_in, shard_of
 
 
 @of_parts
@@ -56,6 +56,7 @@ def optimizer_state_dict(
     form = form or StateForm(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
     raw = optimizer.state_dict() if state_dict is None else state_dict
     places = list(places_in(model))
+    check_names(places, form)
     try:
         holding = Holding.of(model, optimizer)
         states, others = _by_parameter(raw["state"], holding)
