@@ -43,6 +43,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_sequence_number_for_group": "torch.distributed.ProcessGroup",
     "_get_root_mesh": "torch.distributed.device_mesh.DeviceMesh",
+    "_concatenate": "torch.distributed.device_mesh.DeviceMesh",
     "_grouped_mm": "torch.ops.aten",
     "_init_group": "torch.optim.AdamW",
     "_is_profiler_enabled": "torch.autograd.profiler",
