@@ -11,6 +11,7 @@ from torch import nn
 from flatparam_comm import (
     Collectives,
     FlatParamError,
+    FlatParamHandle,
     Topology,
     process_group_of,
 )
@@ -20,7 +21,7 @@ from flatparam_runtime import Unit, units_in
 _LABEL: Final = "experts"
 
 
-def hold_experts(model: nn.Module) -> int:
+def hold_experts(model: nn.Module, *, dim: int | None = None) -> int:
     """Have the units of `model` that are over some of its ranks hold experts: the other ranks hold different ones.
 
     Such a unit was sharded over a smaller group or mesh than the model (`process_group`, `device_mesh`, `mesh`). Its
@@ -33,13 +34,25 @@ def hold_experts(model: nn.Module) -> int:
     Every rank calls it once, after the model is sharded and before it is trained. A divisor of the user's
     (`set_gradient_divide_factor`) stays.
 
+    Args:
+        dim: 0 says that plain parameters of the same name on these ranks are the parts of one tensor along dimension
+            0, in the order of the ranks, as the weights of stacked experts are. A directory has that tensor then, and
+            loads it on any number of ranks. Without it plain experts are not saved. Experts that are `DTensor`s say it
+            themselves.
+
     Returns:
         The number of units that hold experts.
 
     Raises:
         FlatParamError: if `model` is not sharded, or the ranks of such units do not cut those of the model into groups
-            of one size; on every rank, naming the unit.
+            of one size; on every rank, naming the unit. With `dim`, if a plain parameter has no dimension 0, or is of a
+            different shape on ranks that hold other experts.
+        ValueError: for a `dim` other than 0.
     """
+    if dim not in (None, 0):
+        raise ValueError(
+            f"hold_experts: expected dim=0, along which experts are stacked, or None, found {dim!r}"
+        )
     units = units_in(model)
     if not units:
         raise FlatParamError(
@@ -61,8 +74,34 @@ def hold_experts(model: nn.Module) -> int:
         for handle in unit.handles:
             meshes = handle.forms.meshes or UnitMeshes(sums_late=False)
             meshes.experts, meshes.around = across[groups], around
+            meshes.is_stacked = dim is not None
             handle.forms.meshes = meshes
+            if dim is not None:
+                _check_stackable(handle, meshes, across[groups])
     return held
+
+
+def _check_stackable(handle: FlatParamHandle, meshes: UnitMeshes, across: Collectives) -> None:
+    """Check that the plain parameters of `handle` can be stacked over the ranks `across`; each of these calls it."""
+    plain = [
+        (slot.spec.fqn, slot.spec.shape, slot.spec.stride)
+        for index, slot in enumerate(handle.layout.slots)
+        if meshes.form(handle, index) is None
+    ]
+    told = across.exchange(plain, label=_LABEL)
+    for name, shape, stride in plain:
+        if not shape or stride[0] < max(stride):
+            raise FlatParamError(
+                f"hold_experts: parameter {name!r} of shape {shape} and strides {stride}: expected one whose dimension "
+                "0 is the outermost in memory, so that experts can be stacked along it; make it contiguous()"
+            )
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise FlatParamError(
+                f"hold_experts: expected the same plain parameters on the ranks that hold other experts, found "
+                f"{told[0]} on the first of them and {theirs} on number {rank}; make as many experts on each rank, or "
+                "make the parameters DTensors with Shard(0) over these ranks"
+            )
 
 
 def _groups_of_ranks(unit: Unit, ranks: Topology) -> tuple[tuple[int, ...], ...]:

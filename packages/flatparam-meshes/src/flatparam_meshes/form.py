@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -14,6 +15,7 @@ from typing_extensions import Self, override
 
 from flatparam.sharding.extensions import FSDPExtensions
 from flatparam_comm import Collectives, FlatParamError, ProcessGroupCollectives
+from flatparam_core import Span
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,16 +29,46 @@ KEEPS_ROWS: Final = "_flatparam_keeps_rows"
 @final
 @attrs.frozen
 class HeldPart:
-    """The part of a `DTensor` that one rank of tensor parallelism holds: an interval of its memory order."""
+    """The part of a tensor that one rank holds beside data parallelism, as files have it.
+
+    The elements of all parts are numbered part by part, and in a part in its memory order; of a tensor that is cut
+    along one dimension that is its memory order.
+    """
 
     shape: tuple[int, ...]
     """The shape of the whole."""
     stride: tuple[int, ...]
-    """The strides of the whole, in elements."""
+    """The strides of the whole, in elements; the part has its dimensions in the same order."""
+    start: tuple[int, ...]
+    """The first index of the part in each dimension."""
+    part_shape: tuple[int, ...]
+    """The shape of the part."""
     offset: int
-    """The elements before the part."""
-    is_copy: bool
-    """Whether a rank before this one holds the same."""
+    """The number of the first element of the part."""
+    is_copy: bool | None
+    """Whether a rank before this one holds the same; `None` if it does as of any plain parameter."""
+
+    def intervals(self, span: Span) -> list[Span]:
+        """Return where the elements `span` of this part, by number, lie in the memory order of the whole.
+
+        Of a part that is cut along several dimensions these are several intervals: one for each index in the
+        dimensions before the last of these.
+        """
+        order = sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim])
+        order = [dim for dim in order if self.shape[dim] > 1]
+        cut = [place for place, dim in enumerate(order) if self.part_shape[dim] != self.shape[dim]]
+        outer, inner = (order[: cut[-1]], order[cut[-1] :]) if cut else ([], order)
+        first = sum(self.start[dim] * self.stride[dim] for dim in order)
+        numel = math.prod(self.part_shape[dim] for dim in inner)
+        found, wanted = [], span.shifted(-self.offset)
+        for number in range(wanted.start // numel, -(-wanted.stop // numel)) if wanted else ():
+            own, rest = wanted.overlap(Span(number * numel, (number + 1) * numel)), number
+            at = first - number * numel
+            for dim in reversed(outer):
+                rest, index = divmod(rest, self.part_shape[dim])
+                at += index * self.stride[dim]
+            found.append(own.shifted(at))
+        return found
 
 
 @final
@@ -58,7 +90,7 @@ class MeshForm:
     shape: torch.Size
     """The shape of the `DTensor`."""
     stride: tuple[int, ...]
-    """The strides of the `DTensor`, in elements: the dimension that is cut over ranks has the largest."""
+    """The strides of the `DTensor`, in elements: the dimensions that are cut over ranks have the largest."""
     keeps_rows: bool = attrs.field(default=False, kw_only=True)
     """Whether the part stays in its own memory order, so that a shard may be some of its rows; see `KEEPS_ROWS`."""
     meshes: UnitMeshes | None = None
@@ -109,16 +141,15 @@ class MeshForm:
     # What is flattened, and what modules see
 
     def part(self, tensor: DTensor) -> Tensor:
-        """Return the local part of `tensor`, laid out so that the dimension that is cut over ranks comes first.
+        """Return the local part of `tensor`, laid out so that the dimensions that are cut over ranks come first.
 
         So the elements of one rank are neighbours in the memory order of the whole tensor, and its part of a shard is
-        one interval of them. A part that is cut along dimension 0, or not at all, is returned as it is.
+        one interval of them, or a few. A part that is cut along dimension 0, or not at all, is returned as it is.
         """
         local = tensor.to_local()
-        cut = _cut_dimension(self.placements)
-        if self.keeps_rows or not cut:
-            return local
-        return local.movedim(cut, 0).contiguous().movedim(0, cut)
+        cut = () if self.keeps_rows else _cut_dimensions(self.placements)
+        first = tuple(range(len(cut)))
+        return local if cut == first else local.movedim(cut, first).contiguous().movedim(first, cut)
 
     def __call__(self, local: Tensor) -> DTensor:
         """Return what modules see: the `DTensor` over `local`, of any dtype; the gradient comes back to `local`."""
@@ -131,13 +162,40 @@ class MeshForm:
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    def whole(self, local: Tensor) -> Tensor:
+        """Return all of the `DTensor` over `local`, row-major; every rank of the mesh calls it."""
+        shown, placements = self.over(local), list(self.placements)
+        # In one call torch mixes up parts of different sizes, if the program has flattened the mesh.
+        for dimension in reversed(range(len(placements))):
+            placements[dimension] = Replicate()
+            shown = shown.redistribute(placements=placements)
+        return _arrived(shown.to_local()).contiguous()
+
     def flattened(self, shown: object) -> object:
-        """Return the local part of a tensor like the one that modules see; anything else as it is."""
-        if not isinstance(shown, DTensor) or shown.device_mesh != self.mesh or shown.shape != self.shape:
+        """Return the local part of a tensor like the one that modules see; anything else as it is.
+
+        Raises:
+            FlatParamError: for a `DTensor` of the same shape over a mesh that does not end in this one.
+        """
+        if not isinstance(shown, DTensor) or shown.shape != self.shape:
+            return shown
+        if shown.device_mesh != self.mesh:
+            if not self._is_end_of(shown.device_mesh):
+                raise FlatParamError(
+                    f"found a DTensor over {shown.device_mesh} for a parameter that is one over {self.mesh}: expected "
+                    "a mesh whose last dimensions are these; give what its full_tensor() returns"
+                )
             return shown
         if tuple(shown.placements) != self.placements:
             shown = shown.redistribute(placements=self.placements)
         return shown.to_local()
+
+    def _is_end_of(self, mesh: DeviceMesh) -> bool:
+        outer = mesh.ndim - self.mesh.ndim
+        return outer >= 0 and all(
+            _ranks(mesh, outer + dimension) == _ranks(self.mesh, dimension)
+            for dimension in range(self.mesh.ndim)
+        )
 
     # Where it lies
 
@@ -181,17 +239,29 @@ class MeshForm:
         """Return where in the `DTensor` this rank's part lies, for files.
 
         Raises:
-            FlatParamError: if it is cut along several dimensions, so that the part is no interval; it names `name`.
+            FlatParamError: if it is cut in a way in which the part of a rank is no box; it names `name`.
         """
-        if not self.is_interval:
+        if self.box is None or (self.keeps_rows and not self.is_interval):
             raise FlatParamError(
-                f"parameter {name!r} is a DTensor with {self.placements}: a directory has intervals of a tensor, so "
-                "that it can be cut along one dimension only (FSDP2's fully_shard cuts dimension 0 besides); save what "
+                f"parameter {name!r} is a DTensor with {self.placements}: files have boxes of a tensor, whose cut "
+                "dimensions are the first in memory (FSDP2's fully_shard cuts dimension 0 besides); "
+                "redistribute() it to Shard or Replicate before it is sharded, or save what "
                 "flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
             )
-        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        offset = sum(start * step for start, step in zip(offsets, self.stride, strict=True))
-        return HeldPart(tuple(self.shape), self.stride, offset, not self.is_first_copy)
+        part_shape, start = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        if len(_cut_dimensions(self.placements)) > 1:
+            # Each part gets as many numbers as the first one, which is the largest.
+            number, largest = 0, list(self.shape)
+            for place, size, placement in zip(self._here, self.mesh.shape, self.placements, strict=True):
+                if isinstance(placement, Shard):
+                    number = number * size + place
+                    largest[placement.dim] = -(-largest[placement.dim] // size)
+            offset = number * math.prod(largest)
+        else:
+            offset = sum(first * step for first, step in zip(start, self.stride, strict=True))
+        return HeldPart(
+            tuple(self.shape), self.stride, tuple(start), tuple(part_shape), offset, not self.is_first_copy
+        )
 
     @spread_over.default
     def _find_parts(self) -> tuple[Collectives, ...]:
@@ -263,23 +333,52 @@ def _arrived(local: Tensor) -> Tensor:
     return local if wait is None else wait()
 
 
-def _cut_dimension(placements: Sequence[Placement]) -> int:
-    """Return the dimension of the tensor that is cut over ranks, if it is one alone; otherwise 0."""
-    cut = {getattr(placement, "dim", None) for placement in placements if not placement.is_replicate()}
-    found = cut.pop() if len(cut) == 1 else None
-    return 0 if found is None else int(found)
+def _ranks(mesh: DeviceMesh, dimension: int) -> list[int]:
+    """Return the numbers of the ranks that differ from this one in that dimension alone, and its own."""
+    return torch.distributed.get_process_group_ranks(mesh.get_group(dimension))
+
+
+def _cut_dimensions(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return the dimensions of the tensor that are cut over ranks, in order."""
+    return tuple(sorted({each.dim for each in placements if isinstance(each, Shard)}))
 
 
 def _strides(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return the strides of the whole tensor if the dimension that is cut comes first in memory."""
-    cut = _cut_dimension(placements)
-    if not cut:
+    """Return the strides of the whole tensor if the dimensions that are cut come first in memory."""
+    cut = _cut_dimensions(placements)
+    if cut == tuple(range(len(cut))):
         return tuple(parameter.stride())
-    order = [cut, *(dimension for dimension in range(parameter.dim()) if dimension != cut)]
+    order = [*cut, *(dimension for dimension in range(parameter.dim()) if dimension not in cut)]
     strides, step = [0] * parameter.dim(), 1
     for dimension in reversed(order):
         strides[dimension], step = step, step * max(parameter.shape[dimension], 1)
     return tuple(strides)
+
+
+def chunk_over(full: DTensor, mesh: DeviceMesh, rank: int = 0) -> DTensor:
+    """Return a `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
+    that order means it: so parts of tensors move between the ranks of `full`.
+
+    Args:
+        full: what modules see; every rank of both meshes calls it.
+        mesh: of one dimension for data parallelism, the last one, and others over which there are copies.
+        rank: is not looked at.
+
+    Raises:
+        FlatParamError: if the two are not slices of one mesh.
+    """
+    inner: Any = full.device_mesh
+    try:
+        both = type(inner)._concatenate([mesh, inner])  # it has no public name
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise FlatParamError(
+            f"a parameter is a DTensor over {inner} and is sharded over {mesh}: for its sharded state both have to be "
+            f"slices of one mesh with names, without a rank in common but this one ({error})"
+        ) from error
+    kept, outer = list(full.placements), [Replicate()] * mesh.ndim
+    local, shape, stride = full.to_local().clone(), full.shape, full.stride()
+    whole = DTensor.from_local(local, both, [*outer, *kept], run_check=False, shape=shape, stride=stride)
+    return whole.redistribute(placements=[*outer[:-1], Shard(0), *kept])
 
 
 class DTensorExtensions(FSDPExtensions):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from flatparam_comm import (
@@ -23,7 +25,10 @@ from flatparam_comm import (
 from flatparam_comm.process_group import c10d
 from flatparam_comm.process_group import groups as process_groups
 from flatparam_core import PRESENTER, FlatParameter, handle_of, owner_of
-from flatparam_meshes.form import MeshForm
+from flatparam_meshes.form import HeldPart, MeshForm, chunk_over
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @final
@@ -42,6 +47,8 @@ class UnitMeshes:
     """
     experts: Collectives | None = None
     """The ranks that hold other experts in the place of these, if the unit holds some; see `hold_experts`."""
+    is_stacked: bool = False
+    """Whether files have the experts of all ranks as one tensor, stacked along dimension 0; see `hold_experts`."""
     around: frozenset[int] = frozenset()
     """The global numbers of the model's data-parallel ranks, if the unit holds experts."""
 
@@ -113,6 +120,40 @@ class UnitMeshes:
         found = _presenters_of(handle)[index]
         return found if isinstance(found, MeshForm) else None
 
+    def held(self, handle: FlatParamHandle, index: int, name: str) -> HeldPart | None:
+        """Return the part that this rank holds of parameter `index`, which is called `name`; None if it is the whole.
+
+        Raises:
+            FlatParamError: see `MeshForm.held`.
+        """
+        form = self.form(handle, index)
+        if form is not None:
+            return form.held(name)
+        if self.experts is None or not self.is_stacked:
+            return None
+        spec, place = handle.layout.slots[index].spec, self.experts.rank
+        rows, *others = spec.shape
+        start = (place * rows, *(0 for _ in others))
+        shape = (self.experts.size * rows, *others)
+        return HeldPart(shape, spec.stride, start, spec.shape, place * spec.numel, None)
+
+    def chunk(self, full: DTensor, mesh: DeviceMesh) -> DTensor:
+        """Return the `DTensor` over `mesh` too, of which this rank holds its chunk of `full`; see `chunk_over`."""
+        return chunk_over(full, mesh)
+
+    def whole(self, handle: FlatParamHandle, index: int, local: Tensor) -> Tensor:
+        """Return all of parameter `index`, of which `local` is the part of `held`; all ranks with parts call it.
+
+        Row-major, the dtype of `local`. Memory: the whole, twice for a moment.
+        """
+        form = self.form(handle, index)
+        if form is not None:
+            return form.whole(local)
+        assert self.experts is not None, "it is a part"
+        full = local.new_empty((self.experts.size * local.shape[0], *local.shape[1:]))
+        self.experts.all_gather(full.view(-1), local.contiguous().view(-1), label="whole experts").wait()
+        return full
+
     def shown(self, handle: FlatParamHandle, index: int, full: Tensor) -> Tensor:
         """Return the `DTensor` over `full`, shaped like the full parameter `index`; `full` for one that is none."""
         form = self.form(handle, index)
@@ -160,6 +201,27 @@ class UnitMeshes:
         """
         return self.groups(handles, experts=False) if self.sums_late else []
 
+    def groups_beside(
+        self, handles: Sequence[FlatParamHandle], groups: Iterable[Collectives | None]
+    ) -> list[Collectives]:
+        """Return those of the groups that cut parameters of `handles` along dimensions apart from those of `groups`.
+
+        They have no rank in common but this one, with each other or with one of `groups`: a smaller one in a larger one
+        is left out, and one of several over the same ranks is returned.
+        """
+        taken = [_numbers(group) for group in groups if group is not None]
+        found = []
+        for group in sorted(self.groups(handles, experts=False), key=lambda each: -each.size):
+            numbers = _numbers(group)
+            if not any(len(numbers & others) > 1 for others in taken):
+                taken.append(numbers)
+                found.append(group)
+        return found
+
+    def all_ranks(self, topology: Topology, handles: Sequence[FlatParamHandle]) -> AllRanks:
+        """Return the ranks of `topology`, and of the groups beside it that parameters of `handles` are on."""
+        return AllRanks(topology, tuple(self.groups_beside(handles, topology.groups)))
+
     def _spread_over(self, handle: FlatParamHandle) -> list[tuple[Collectives, ...]]:
         """Return for each parameter the groups whose ranks hold other parts of it, beside those of its shard."""
         found = []
@@ -169,6 +231,44 @@ class UnitMeshes:
             is_cut_there = any(len(self.around & _numbers(group)) > 1 for group in over)
             found.append(over if self.experts is None or is_cut_there else (*over, self.experts))
         return found
+
+
+@final
+@attrs.frozen
+class AllRanks:
+    """The data-parallel ranks of a model, and those beside each of them: all that hold it together."""
+
+    topology: Topology
+    beside: tuple[Collectives, ...]
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number among all of them."""
+        rank, size = self.topology.rank, self.topology.data_parallel_size
+        for group in self.beside:
+            rank, size = rank + group.rank * size, size * group.size
+        return rank
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.topology.data_parallel_size * math.prod(group.size for group in self.beside)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first of all of them."""
+        return self.rank == 0
+
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """Return every rank's `value`, in the order of `rank`; every rank calls it."""
+        known = self.topology.exchange(value, label=label)
+        for group in self.beside:
+            known = [each for found in group.exchange(known, label=label) for each in found]
+        return known
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has called it."""
+        self.exchange(None, label=label)
 
 
 def _presenters_of(handle: FlatParamHandle) -> list[object]:

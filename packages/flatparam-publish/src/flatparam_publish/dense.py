@@ -22,7 +22,7 @@ from flatparam_publish.publish_error import agree_to_publish, all_or_error
 from flatparam_publish.publisher import Publisher
 from flatparam_runtime import Topology, telling
 from flatparam_state.at_rest import bring_to_rest
-from flatparam_state.ranks import topology_of
+from flatparam_state.ranks import all_of, topology_of
 
 
 @torch.no_grad()
@@ -76,20 +76,24 @@ def publish(
     with telling("publish()"):
         pairs = published_tensors(model, names, dtype, only)
     catalogue = Catalogue(tuple(published for _, published in pairs))
-    topology = topology_of(model)
+    ranks, topology = all_of(model), topology_of(model)
     if every_rank and not callable(sink):
         raise ValueError(
             "publish: every_rank takes a function as the sink; a path is written by the first rank"
         )
-    calls = every_rank or topology.is_first
+    calls = every_rank or ranks.is_first
     nbytes = PUBLISH_NBYTES.value if bucket is None else bucket
     asked = {"every_rank": every_rank, "bucket": nbytes}
-    agree_to_publish(topology, "publish", catalogue.digest, asked)
+    agree_to_publish(ranks, "publish", catalogue.digest, asked)
+    # Experts may be sharded over the ranks that hold copies of all else.
+    has_parts = any(
+        tensor.place is not None and tensor.place.unit.topology != topology for tensor, _ in pairs
+    )
     giving = _Giving(sink if calls else None, catalogue)
     with giving:
-        if every_rank or topology.replicate is None or topology.replicate.rank == 0:
+        if every_rank or topology.replicate is None or topology.replicate.rank == 0 or has_parts:
             giving.all_of(pairs, topology, nbytes)
-    all_or_error(lambda said: topology.exchange(said, label="publish"), None, giving.error)
+    all_or_error(lambda said: ranks.exchange(said, label="publish"), None, giving.error)
     return catalogue
 
 

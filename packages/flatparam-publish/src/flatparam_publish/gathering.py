@@ -30,7 +30,8 @@ def full_tensors(
     """Yield each tensor in full, under its first name, in the dtype in which it is published.
 
     Every rank of a shard group iterates to the end, at the same pace. While one bucket is used the next is gathered.
-    The memory of a bucket is its own, and is free when nobody has a tensor of it any more.
+    The memory of a bucket is its own, and is free when nobody has a tensor of it any more. Of a `DTensor`, or of
+    experts that are stacked, the bucket has this rank's part, and the whole is made beside it.
 
     Args:
         pairs: see `published_tensors`.
@@ -136,10 +137,21 @@ class _Gathered:
         self.pending = []
         start = 0 if self.bucket.place is None else self.bucket.span.start
         for tensor, published in self.bucket.pairs:
-            if not is_wanted():
-                return
             slot = _span_of(tensor, self.bucket.place)
-            yield published.name, published.view(self.full[slot.start - start : slot.stop - start])
+            elements = self.full[slot.start - start : slot.stop - start]
+            # Whoever holds a part takes part in this.
+            whole = None if tensor.held is None else _whole(tensor, elements)
+            if is_wanted():
+                yield published.name, published.view(elements) if whole is None else whole
+
+
+def _whole(tensor: ModelTensor, elements: Tensor) -> Tensor:
+    """Return all of a tensor of which `elements` are the part of this rank and of the data-parallel ranks beside it."""
+    assert tensor.place is not None, "a part is in a unit"
+    handle, index = tensor.place.handle, tensor.place.names.index(tensor.names)
+    spec = handle.layout.slots[index].spec
+    found: Tensor = handle.forms.meshes.whole(handle, index, elements.as_strided(spec.shape, spec.stride))
+    return found
 
 
 def _span_of(tensor: ModelTensor, place: Place | None) -> Span:

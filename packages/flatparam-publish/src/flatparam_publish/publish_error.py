@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from flatparam_runtime import FlatParamError, Topology
+from flatparam_runtime import ExchangesValues, FlatParamError
 from flatparam_state.ranks import CALL, differing
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def all_or_error(
 
 
 def agree_to_publish(
-    topology: Topology, call: str, digest: str, asked: Mapping[str, object], token: str = ""
+    ranks: ExchangesValues, call: str, digest: str, asked: Mapping[str, object], token: str = ""
 ) -> str:
     """Have all ranks publish the same; every rank calls it.
 
@@ -49,7 +49,7 @@ def agree_to_publish(
     Raises:
         PublishError: on every rank, saying what each rank asks for.
     """
-    told = topology.exchange((token, digest, {CALL: call, **asked}), label="publish")
+    told = ranks.exchange((token, digest, {CALL: call, **asked}), label="publish")
     found = differing([each for _, _, each in told])
     if found is not None:
         raise PublishError(f"rank {found.rank}: {found.words}; pass the same on every rank")
@@ -59,4 +59,5 @@ def agree_to_publish(
                 f"rank {rank} publishes other names, shapes or dtypes of tensors than rank 0; pass the same "
                 "names=, dtype= and only= on every rank"
             )
-    return told[0][0]
+    first: str = told[0][0]
+    return first

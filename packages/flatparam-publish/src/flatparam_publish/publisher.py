@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, final
 
 import attrs
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from flatparam_files.disk.progress import progress_bar
-from flatparam_publish.catalogue import Catalogue, ReceiverNames, published_tensors
+from flatparam_publish.catalogue import Catalogue, PublishedTensor, ReceiverNames, published_tensors
 from flatparam_publish.channel import Channel, Frames, NewVersion, VersionId
 from flatparam_publish.encoding import bits_of, changes, values
-from flatparam_publish.gathering import PUBLISH_NBYTES, Pair
+from flatparam_publish.gathering import PUBLISH_NBYTES
 from flatparam_publish.publish_error import agree_to_publish
 from flatparam_publish.slicing import Part, Slicing
 from flatparam_runtime import Threshold, telling
 from flatparam_state.at_rest import bring_to_rest
-from flatparam_state.ranks import topology_of
+from flatparam_state.model_tensors import ModelTensor
+from flatparam_state.ranks import all_of
 
 CACHED_NUMEL: Final = Threshold(
     "state.cached_numel",
@@ -120,12 +121,12 @@ class Publisher:
         # Functions of the caller run here, maybe with an error on this rank alone.
         with telling("Publisher.publish()"):
             self._look()
-        topology = topology_of(self._model)
+        ranks = all_of(self._model)
         asked = {"version": self._last, "slicing": repr(self._channel.slicing)}
         new_stream = secrets.token_hex(8)
-        stream = agree_to_publish(topology, "Publisher.publish", self._catalogue.digest, asked, new_stream)
+        stream = agree_to_publish(ranks, "Publisher.publish", self._catalogue.digest, asked, new_stream)
         stream = self._last.stream if self._last else stream
-        held = self._channel.held(topology)
+        held = self._channel.held(ranks)
         knows = held is not None and held == self._last
         new = NewVersion(
             max(self._number, held.number if held else 0) + 1,
@@ -136,7 +137,7 @@ class Publisher:
         )
         for shard in self._shards:
             shard.forget_changes()
-        delivered = self._channel.deliver(new, topology)
+        delivered = self._channel.deliver(new, ranks)
         for shard in self._shards:
             shard.remember(has_all=not knows)
         self._number, self._last = new.number, delivered.version
@@ -148,24 +149,45 @@ class Publisher:
         """Find the tensors where they are now."""
         pairs = published_tensors(self._model, self._names, self._dtype, self._only)
         catalogue = Catalogue(tuple(published for _, published in pairs))
-        if catalogue != self._catalogue:
+        is_first = all_of(self._model).is_first
+        pieces = [
+            (index, *piece)
+            for index, (tensor, _) in enumerate(pairs)
+            for piece in _pieces(tensor, index, is_first)
+        ]
+        if catalogue != self._catalogue or len(pieces) != len(self._shards):
             self._channel.slicing.check(catalogue)
             self._catalogue, self._last = catalogue, None
-            self._shards = [_OwnShard(index) for index in range(len(pairs))]
-        topology = topology_of(self._model)
-        replicas = 1 if topology.replicate is None else topology.replicate.size
-        replica = 0 if topology.replicate is None else topology.replicate.rank
-        for shard, (tensor, published) in zip(self._shards, pairs, strict=True):
-            own = topology.is_first if tensor.place is None else shard.index % replicas == replica
-            shard.look_at((tensor, published), self._channel.slicing, own)
+            self._shards = [_OwnShard(index) for index, *_ in pieces]
+        for shard, (index, start, local) in zip(self._shards, pieces, strict=True):
+            shard.look_at(pairs[index][1], start, local, self._channel.slicing)
 
     def _frames(self, wants_all: bool) -> Frames:
-        shows = None if topology_of(self._model).is_first else False
+        shows = None if all_of(self._model).is_first else False
         nbytes = sum(shard.local.nbytes for shard in self._shards)
         with progress_bar("publish", nbytes, shows) as observe:
             for shard in self._shards:
                 yield from shard.frames(wants_all, self._bucket)
                 observe(shard.local.nbytes)
+
+
+def _pieces(tensor: ModelTensor, index: int, is_first: bool) -> Iterator[tuple[int, Tensor]]:
+    """Yield the elements that this rank sends of tensor number `index`, as a view, each behind the first one's place.
+
+    Of a part that is cut along several dimensions these are several pieces.
+    """
+    local = tensor.local.reshape(-1)
+    if tensor.place is None:
+        yield 0, local if is_first else local[:0]
+        return
+    replicate = tensor.place.unit.topology.replicate
+    is_own = replicate is None or index % replicate.size == replicate.rank
+    if tensor.is_copy or not is_own or not tensor.span:
+        yield 0, local[:0]
+        return
+    spans = tensor.intervals(tensor.span)
+    for span, piece in zip(spans, torch.split(local, [span.numel for span in spans]), strict=True):
+        yield span.start, piece
 
 
 @final
@@ -186,12 +208,11 @@ class _OwnShard:
     _sent: list[_Change] = attrs.field(factory=list)
     """The changes that `frames` has found since the last version; receivers do not have them yet."""
 
-    def look_at(self, pair: Pair, slicing: Slicing, is_own: bool) -> None:
-        """Find the elements where they are now; none, if another rank sends them."""
-        tensor, published = pair
+    def look_at(self, published: PublishedTensor, start: int, local: Tensor, slicing: Slicing) -> None:
+        """Find the elements where they are now, in `local`."""
         self.dtype = published.info.dtype
-        self.start = tensor.span.start
-        self.local = tensor.local.reshape(-1) if is_own else tensor.local.new_empty(0)
+        self.start = start
+        self.local = local
         self.parts = tuple(slicing.part(published, rank) for rank in range(slicing.size))
 
     def forget_changes(self) -> None:

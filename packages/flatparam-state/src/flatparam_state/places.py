@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from flatparam_runtime import (
     Collectives,
+    FlatParamError,
     FlatParamHandle,
     Fragment,
     Unit,
@@ -70,10 +71,43 @@ def places_in(model: nn.Module) -> Iterator[Place]:
             yield Place(prefix, unit, handle, tuple(_names(prefix, handle, paths)))
 
 
-def mesh_groups(units: Iterable[Unit]) -> list[Collectives]:
-    """Return the groups, beside those of data parallelism, over which parameters of `units` are `DTensor`s."""
-    handles = [handle for unit in units for handle in unit.handles if handle.forms.meshes is not None]
-    return handles[0].forms.meshes.groups(handles, experts=False) if handles else []
+def mesh_handles(units: Iterable[Unit]) -> list[FlatParamHandle]:
+    """Return the flat parameters that other groups than those of data parallelism hold parts of."""
+    return [handle for unit in units for handle in unit.handles if handle.forms.meshes is not None]
+
+
+def mesh_groups(units: Iterable[Unit], beside: Iterable[Any]) -> list[Collectives]:
+    """Return the groups that cut parameters along dimensions of a mesh apart from those of the groups `beside`."""
+    handles = mesh_handles(units)
+    return handles[0].forms.meshes.groups_beside(handles, beside) if handles else []
+
+
+def held_part(place: Place, index: int) -> Any:
+    """Return the `HeldPart` that this rank has of a parameter beside data parallelism; `None` if that is the whole."""
+    meshes = place.handle.forms.meshes
+    return None if meshes is None else meshes.held(place.handle, index, place.fqns[index])
+
+
+def check_names(places: Sequence[Place], form: Any = None) -> None:
+    """Check that a name stands for one parameter on all ranks, as that of an expert may not.
+
+    Raises:
+        FlatParamError: for one over some of the model's ranks that is no `DTensor` nor, without `form`, stacked.
+    """
+    if form is not None and not form.is_one_for_all:
+        return
+    size = max((place.unit.topology.data_parallel_size for place in places), default=1)
+    for place in places:
+        own = place.unit.topology.data_parallel_size
+        for index, name in enumerate(place.fqns if own < size else ()):
+            part = held_part(place, index)
+            if part is None or (part.is_copy is None and form is not None):
+                raise FlatParamError(
+                    f"parameter {name!r} is over {own} of the model's {size} data-parallel ranks: the others may hold "
+                    "another expert under that name, which would be lost; make it a DTensor with Shard(0) over the "
+                    "ranks that hold others, or call flatparam_meshes.hold_experts(model, dim=0) and save with "
+                    "Checkpointer"
+                )
 
 
 def _names(

@@ -22,7 +22,7 @@ from flatparam_runtime import (
     units_in,
 )
 from flatparam_state.forms.deferred import is_ordinary
-from flatparam_state.places import mesh_groups
+from flatparam_state.places import mesh_groups, mesh_handles
 
 CALL: Final = "call"
 """The name of the call itself, among its arguments."""
@@ -34,6 +34,12 @@ def topology_of(model: nn.Module) -> Topology:
     """Return the ranks of `model`; this one alone if it is not sharded."""
     units = units_in(model)
     return units[0].topology if units else Topology(SingleCollectives())
+
+
+def all_of(model: nn.Module) -> Any:
+    """Return the ranks that hold `model` together, on whatever mesh, with `exchange`, `rank` and `is_first`."""
+    topology, handles = topology_of(model), mesh_handles(units_in(model))
+    return handles[0].forms.meshes.all_ranks(topology, handles) if handles else topology
 
 
 def ranks_of(model: nn.Module | None) -> ExchangesValues:
@@ -51,16 +57,12 @@ def ranks_of(model: nn.Module | None) -> ExchangesValues:
     except ValueError:
         # There is no default group.
         world = None
-    parts = math.prod(
-        group.size for group in mesh_groups(each for each in named.values() if each is not None)
-    )
-    if world is not None and any(each.data_parallel_size * parts == world.size for each in topologies):
+    units = [unit for unit in named.values() if unit is not None]
+    parts = {each: math.prod(group.size for group in mesh_groups(units, each.groups)) for each in topologies}
+    if world is not None and any(each.data_parallel_size * n == world.size for each, n in parts.items()):
         return world
-    if parts > 1:
-        raise ValueError(
-            f"expected a model that all ranks hold together, found one over {parts} ranks of tensor parallelism that "
-            "leave some out; pass ranks=, those that hold the model together"
-        )
+    if max(parts.values()) > 1:
+        return all_of(model)  # type: ignore[arg-type, no-any-return]  # it has units
     (first, name), *others = topologies.items()
     if others:
         raise ValueError(

@@ -133,7 +133,7 @@ def prepare_tensors(
     converted: dict[str, torch.dtype] = {}
     problems: list[str] = []
     missing, unexpected = [*missing], [*unexpected]
-    for tensor in model_tensors(model, on_meshes=True):
+    for tensor in model_tensors(model):
         found = _paths(reader, tensor, at)
         used.update(found)
         if not found:
@@ -161,7 +161,7 @@ def prepare_tensors(
     tensors = []
     for tensor, found in wanted:
         part, *others = (
-            read_part(reader, path, tensor.stride, tensor.span, tensor.dtype)
+            read_part(reader, path, tensor.stride, tensor.intervals(tensor.span), tensor.dtype)
             for path in found[: None if options.strict else 1]
         )
         if not all(torch.equal(bytes_view(part), bytes_view(other)) for other in others):
@@ -177,24 +177,30 @@ def prepare_tensors(
 
 
 def read_part(
-    reader: CheckpointReader, path: str, stride: tuple[int, ...] | None, span: Span, dtype: torch.dtype
+    reader: CheckpointReader,
+    path: str,
+    stride: tuple[int, ...] | None,
+    spans: Sequence[Span],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Elements `span` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
+    """Return the elements `spans` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
 
     Only these elements' blocks are read, unless the checkpoint has a different memory order.
     """
     record = reader.record(path)
     shape = record.info.shape
-    staged = torch.empty(span.numel, dtype=dtype, device="cpu")
-    if not span:
+    staged = torch.empty(sum(span.numel for span in spans), dtype=dtype, device="cpu")
+    if not staged.numel():
         return staged
     if _order(shape, record.stride) == _order(shape, stride):
-        return filled(staged, reader.read_stored(path, span))
+        chunks = (chunk for span in spans if span for chunk in reader.read_stored(path, span))
+        return filled(staged, chunks)
     full = reader.load(path)
     if stride is not None:
         full = torch.empty_strided(shape, stride, dtype=full.dtype, device="cpu").copy_(full)
         full = full.as_strided((full.numel(),), (1,))
-    return staged.copy_(full.reshape(-1)[span.as_slice()])
+    full = full.reshape(-1)
+    return filled(staged, (full[span.as_slice()] for span in spans))
 
 
 def _order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
@@ -86,7 +87,7 @@ def prepare_optimizer(
 
 def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]) -> dict[str, Any]:
     """An optimizer's state by the names that its parameters have in the model now, to be read when it is needed."""
-    tensors = {name: tensor for tensor in model_tensors(model, on_meshes=True) for name in tensor.names}
+    tensors = {name: tensor for tensor in model_tensors(model) for name in tensor.names}
     name_now = _names_now(reader, {name: tensor.name for name, tensor in tensors.items()})
     prefix, tree = (*at, "state"), _tree(reader, at)
     state: dict[str, dict[str, Any]] = {}
@@ -101,8 +102,12 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
         stored = SavedTensor(reader, path, tensors.get(name_now(fqn)))
         note(path, AsItIs(stored) if record.whole else stored)
     for path, of_ranks in reader.manifest.per_rank.items():
+        of = tensors.get(name_now(split_path(path)[-2]))
         note(
-            path, PerRank(tuple((each.span, SavedValue(reader, each.value)) for each in of_ranks)).to_entry()
+            path,
+            PerRank(
+                tuple((_in_part(each.span, of), SavedValue(reader, each.value)) for each in of_ranks)
+            ).to_entry(),
         )
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
@@ -117,6 +122,15 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
         for key in {"params", "param_names"} & group.keys():
             group[key] = [name_now(fqn) for fqn in group[key]]
     return {"state": state, "param_groups": groups}
+
+
+def _in_part(span: Span, of: ModelTensor | None) -> Span:
+    """Return a span of the parameter `of` as the optimizer counts it: from the beginning of this rank's part, if it has
+    a part. What is before that comes behind its end, where nothing is asked for."""
+    if of is None or of.held is None:
+        return span
+    is_before = span.start < of.held.offset
+    return span.shifted(math.prod(of.held.part_shape) if is_before else -of.held.offset)
 
 
 def _add_new(saved_groups: list[dict[str, Any]], holding: Holding, new: frozenset[str]) -> None:
@@ -185,9 +199,9 @@ class SavedTensor(LazyTensor):
         info = reader.record(path).info
         self.shape, self.dtype = info.shape, info.dtype
         self._reader, self._path, self._of = reader, path, of
-        if of is not None and of.part_shape is not None and info.shape == of.shape:
+        if of is not None and of.held is not None and info.shape == of.shape:
             # The optimizer holds a state of that part.
-            self.shape = of.part_shape
+            self.shape = of.held.part_shape
 
     def whole(self) -> Tensor:
         """Read all of the tensor, in its shape."""
@@ -195,6 +209,7 @@ class SavedTensor(LazyTensor):
 
     def part(self, spec: ParamSpec, span: Span) -> Tensor:
         """Read the elements `span` in the memory order of `spec`, and only the blocks that they are in."""
-        if self._of is None or self._of.part_shape is None:
-            return read_part(self._reader, self._path, spec.stride, span, self.dtype)
-        return read_part(self._reader, self._path, self._of.stride, span.shifted(self._of.offset), self.dtype)
+        if self._of is None or self._of.held is None:
+            return read_part(self._reader, self._path, spec.stride, [span], self.dtype)
+        spans = self._of.intervals(span.shifted(self._of.held.offset))
+        return read_part(self._reader, self._path, self._of.stride, spans, self.dtype)

@@ -29,8 +29,9 @@ from flatparam_checkpoint.pretrained.making import (
 from flatparam_checkpoint.pretrained.read import read_pretrained
 from flatparam_files import CheckpointError
 from flatparam_files.disk.progress import progress_bar
-from flatparam_runtime import Topology, clean_fqn, resolve_topology, telling, units_in
+from flatparam_runtime import ExchangesValues, Topology, clean_fqn, resolve_topology, telling, units_in
 from flatparam_state.forms.deferred import ValuesLater
+from flatparam_state.ranks import all_of, topology_of
 
 _SHOWN = 10
 _WRAPPER: Final = "flatparam"
@@ -132,21 +133,20 @@ def load_pretrained(
         arguments["process_group"] = topology.shard
     made = _made_by_all(lambda: _made(model, path, dtype, arguments), topology)
     # A function may have sharded what it returns.
-    topology = _topology(made, arguments)
+    ranks: Any = all_of(made) if units_in(made) else _topology(made, arguments)
     asked = {"dtype": dtype, "strict": strict, **dict(_settings_alike(arguments))}
-    files, found = _compared(made, path, mapping, strict, topology, arguments.get("param_init_fn"), asked)
+    files, found = _compared(made, path, mapping, strict, ranks, arguments.get("param_init_fn"), asked)
     with telling("load_pretrained"):
         if not units_in(made):
             if dtype is not None:
                 cast_parameters(made, dtype)
             made = _sharded(made, files, found, arguments)
             _equal_copies(made, found.missing)
-        share = files.nbytes // topology.data_parallel_size
-        with progress_bar(
-            f"load {files.path.name}", share, progress if topology.is_first else False
-        ) as observe:
-            nbytes_read = read_pretrained(made, files, topology, observe=observe)
-    if topology.is_first:
+        ranks = all_of(made)
+        share = files.nbytes // topology_of(made).data_parallel_size
+        with progress_bar(f"load {files.path.name}", share, progress if ranks.is_first else False) as observe:
+            nbytes_read = read_pretrained(made, files, topology_of(made), observe=observe)
+    if ranks.is_first:
         _warn(files, found)
     if not output_loading_info:
         return made
@@ -250,7 +250,7 @@ def _compared(
     path: str | os.PathLike[str],
     mapping: Names | None,
     strict: bool,
-    topology: Topology,
+    topology: ExchangesValues,
     initialise: Callable[[nn.Module], object] | None,
     asked: dict[str, Any],
 ) -> tuple[PretrainedFiles, Fit]:
@@ -301,7 +301,7 @@ def _differing(wants: dict[str, Any], first: dict[str, Any]) -> str:
     )
 
 
-def _compare_samples(files: PretrainedFiles, topology: Topology) -> None:
+def _compare_samples(files: PretrainedFiles, topology: ExchangesValues) -> None:
     """Compare some elements of each tensor, as ranks may have copies of the files, or files of a different step.
 
     Raises:

@@ -14,9 +14,10 @@ from flatparam_checkpoint.pretrained.files import PretrainedFiles
 from flatparam_files import CheckpointError
 from flatparam_files.disk.source import filled
 from flatparam_files.formats.stored_tensors import StridedTensor
-from flatparam_runtime import Collectives, Span, Topology
+from flatparam_runtime import Collectives, ExchangesValues, Span, Topology
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.model_tensors import ModelTensor, model_tensors
+from flatparam_state.ranks import all_of
 
 
 def _nothing(done: int) -> None:
@@ -34,10 +35,11 @@ def read_pretrained(
     """Read the tensors of `model` from `files`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
 
     A rank reads the elements of its shards. Ranks that hold copies of a shard read a part each, and send it to each
-    other. What is whole on every rank is read by the first one, and sent. Memory: one tensor at a time, at most.
+    other. What is whole on every rank is read by the first one, and sent. Of a `DTensor` each rank reads what it holds;
+    of one that is cut along another dimension than the first ones, all. Memory: one tensor at a time, at most.
 
     Args:
-        topology: the ranks of the model.
+        topology: the data-parallel ranks of the model.
         observe: called with the bytes of each piece that this rank has read.
 
     Returns:
@@ -48,7 +50,7 @@ def read_pretrained(
             names with different values; the values of the model are of no use then.
     """
     bring_to_rest(model)
-    reading = _RankReading(files, topology, observe)
+    reading = _RankReading(files, all_of(model), topology, observe)
     for tensor in model_tensors(model):
         found = files.found(tensor.names)
         if found and tensor.numel:
@@ -63,6 +65,7 @@ class _RankReading:
     """The reading of one rank. It goes on with its part in collectives after an error, which is told at the end."""
 
     files: PretrainedFiles
+    ranks: ExchangesValues
     topology: Topology
     observe: Callable[[int], object]
     nbytes: int = 0
@@ -121,22 +124,24 @@ class _RankReading:
     def _fill(self, name: str, tensor: ModelTensor, span: Span, target: Tensor) -> None:
         """Fill `target` with the elements `span` of what the files have under `name`."""
         stored = self.files.source.stored[self.files.paths[name]]
-        is_row_major = tensor.place is None or tensor.stride is None
-        if is_row_major and isinstance(stored, StridedTensor) and stored.can_fill(target):
-            for nbytes in stored.read_into(span, target):
-                self._count(nbytes)
+        spans = tensor.intervals(span)
+        if tensor.place is not None and tensor.stride is not None:
+            filled(target, self._reordered(name, spans, tensor.stride))
             return
-        filled(target, self._chunks(name, span, None if is_row_major else tensor.stride))
+        for own, part in zip(spans, torch.split(target.view(-1), [own.numel for own in spans]), strict=True):
+            if isinstance(stored, StridedTensor) and stored.can_fill(part):
+                for nbytes in stored.read_into(own, part):
+                    self._count(nbytes)
+            else:
+                filled(part, self._counted(self.files.paths[name], own))
 
-    def _chunks(self, name: str, span: Span, stride: tuple[int, ...] | None) -> Iterator[Tensor]:
-        """The elements `span` in the memory order of `stride`; if that is not row-major, the tensor is read whole."""
+    def _reordered(self, name: str, spans: Sequence[Span], stride: tuple[int, ...]) -> Iterator[Tensor]:
+        """Yield the elements `spans` in the memory order of `stride`: the tensor is read whole."""
         path, info = self.files.paths[name], self.files.info(name)
-        if stride is None:
-            yield from self._counted(path, span)
-            return
         full = torch.cat(list(self._counted(path, Span(0, info.numel)))).view(info.shape)
         ordered = torch.empty_strided(info.shape, stride, dtype=full.dtype, device="cpu").copy_(full)
-        yield ordered.as_strided((full.numel(),), (1,))[span.as_slice()]
+        flat = ordered.as_strided((full.numel(),), (1,))
+        yield from (flat[span.as_slice()] for span in spans)
 
     def _counted(self, path: str, span: Span) -> Iterator[Tensor]:
         for chunk in self.files.source.read(path, span):
@@ -154,7 +159,7 @@ class _RankReading:
             CheckpointError: naming the rank; a rank that was interrupted raises that again.
         """
         said = "" if self.error is None else CheckpointError.told(self.error)
-        told = self.topology.exchange(said, label="load pretrained")
+        told = self.ranks.exchange(said, label="load pretrained")
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
         hint = "the values of the model are not usable now"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import attrs
@@ -42,6 +42,17 @@ def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRe
     return TensorRecord(TensorInfo(tensor.shape, dtype or tensor.dtype), stride=tensor.stride)
 
 
+def _pieces(
+    path: str, tensor: ModelTensor, dtype: torch.dtype, elements: Tensor, place: Place
+) -> Iterator[OwnedPiece]:
+    """Yield this rank's pieces of `elements`, which are shaped like what it has of `tensor`."""
+    share, record = share_of(tensor, place), record_of(tensor, dtype)
+    part = elements[share.relative_to(tensor.span.start).as_slice()]
+    spans = tensor.intervals(share) if share else [share]
+    for span, piece in zip(spans, torch.split(part, [span.numel for span in spans]), strict=True):
+        yield OwnedPiece(path, record, span, piece)
+
+
 def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
     _add_tensors(model, ("model",), rank, contribution)
@@ -58,12 +69,10 @@ def add_averages(averages: ShardedEMA, at: tuple[str, ...], rank: int, contribut
 
 
 def _add_tensors(model: nn.Module, at: tuple[str, ...], rank: int, contribution: Contribution) -> None:
-    for tensor in model_tensors(model, on_meshes=True):
+    for tensor in model_tensors(model):
         path = join_path((*at, tensor.name))
         if tensor.place is not None:
-            share = share_of(tensor, tensor.place)
-            part = tensor.local[share.relative_to(tensor.span.start).as_slice()]
-            contribution.pieces.append(OwnedPiece(path, record_of(tensor), share, part))
+            contribution.pieces += _pieces(path, tensor, tensor.dtype, tensor.local, tensor.place)
         elif rank == 0:
             contribution.pieces.append(OwnedPiece(path, record_of(tensor), tensor.span, tensor.local))
         for alias in tensor.names[1:]:
@@ -93,7 +102,7 @@ def add_optimizer(
     Raises:
         FlatParamError: if a parameter is not the model's, or a state is something that cannot be saved.
     """
-    tensors = {name: tensor for tensor in model_tensors(model, on_meshes=True) for name in tensor.names}
+    tensors = {name: tensor for tensor in model_tensors(model) for name in tensor.names}
     adding = _Adding((*at, "state"), rank, contribution, tensors)
     holding = Holding.of(model, optimizer)
     states = {item: spread_out(optimizer.state.get(item.parameter, {})) for item in holding.items}
@@ -140,10 +149,8 @@ class _Adding:
         for fqn, index in zip(item.fqns, item.indices, strict=True):
             fragment = handle.layout.fragment(index, handle.rank)
             mine = flat[fragment.in_shard.as_slice()] if item.is_flat else flat
-            share = share_of(self._tensors[fqn], item.place)
-            part = mine[share.relative_to(self._tensors[fqn].span.start).as_slice()]
-            record = record_of(self._tensors[fqn], value.dtype)
-            self._piece(join_path((*self._at, fqn, name)), record, share, part)
+            path = join_path((*self._at, fqn, name))
+            self._contribution.pieces += _pieces(path, self._tensors[fqn], value.dtype, mine, item.place)
 
     def _piece(self, path: str, record: TensorRecord, span: Span, value: Tensor) -> None:
         self._contribution.pieces.append(OwnedPiece(path, record, span, value))

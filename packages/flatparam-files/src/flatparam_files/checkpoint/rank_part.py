@@ -194,7 +194,8 @@ class RankFileWriter:
         stored = (bytes_view(chunk) if info.dtype != record.info.dtype else chunk for chunk in chunks)
         self._writer.write(_name(path, span), stored, hashes.update)
         piece = FilePiece(self._rank, self._end, span, hashes.finish())
-        self.records[path] = attrs.evolve(self.records[path], pieces=(piece,))
+        pieces = sorted((*self.records[path].pieces, piece), key=lambda each: each.span)
+        self.records[path] = attrs.evolve(self.records[path], pieces=tuple(pieces))
         self._end += info.nbytes
         self._on_moment(Moment.PIECE_WRITTEN)
 

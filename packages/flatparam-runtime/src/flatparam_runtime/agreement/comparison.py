@@ -49,7 +49,7 @@ class _Mask:
 
 
 def _parts_of(flags: Tensor, handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
-    return dict(zip(handles, flags.split([len(handle.layout.slots) for handle in handles]), strict=True))
+    return dict(zip(handles, torch.split(flags, [len(each.layout.slots) for each in handles]), strict=True))
 
 
 @final

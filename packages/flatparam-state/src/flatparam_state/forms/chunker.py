@@ -31,9 +31,9 @@ class Chunker(Protocol):
         """Return this rank's shards of a `ShardedTensor`, by their offsets."""
         ...
 
-    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
-        """The tensor of which data parallelism shards parts: all of a `DTensor`, or, of one that modules are presented,
-        this rank's part of it; every rank calls it. `device` is where collectives work."""
+    def whole(self, tensor: Any, device: torch.device, *, presented_over: int) -> torch.Tensor:
+        """The tensor of which data parallelism shards parts: all of a `DTensor`, or this rank's part over its last
+        `presented_over` dimensions, as modules see it; every rank calls it. `device` is where collectives work."""
         ...
 
 
@@ -56,14 +56,14 @@ class OwnChunker:
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
         """Return the `DTensor` over `mesh` of which this rank holds its chunk of `full`."""
+        if is_dtensor(full) and place.handle.forms.meshes is not None:
+            return place.handle.forms.meshes.chunk(full, mesh)
         return self.chunk_over_mesh(full, mesh, place.unit.topology.shard.rank)
 
     def chunk_over_mesh(self, full: torch.Tensor, mesh: DeviceMesh, rank: int) -> Any:
-        """Return a `DTensor` over `mesh`, and over that of `full` if it is one itself."""
+        """Return a `DTensor` over `mesh`, of a tensor that is none."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        if is_dtensor(full):
-            return _chunk_of_dtensor(full, mesh)
         size = mesh.size(mesh.ndim - 1)
         chunks = full.chunk(size) if full.dim() else [full] * size
         local = chunks[rank] if rank < len(chunks) else full[:0]
@@ -80,12 +80,12 @@ class OwnChunker:
         """Return this rank's shards of `tensor`, by the offsets that its metadata give them."""
         return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
 
-    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> torch.Tensor:
+    def whole(self, tensor: Any, device: torch.device, *, presented_over: int) -> torch.Tensor:
         """Return what data-parallel ranks have parts of: gathered, if `tensor` is not whole on each of them."""
         from torch.distributed.tensor import Replicate
 
-        kept = tensor.placements[-1:] if is_presented else ()
-        data_parallel = tensor.placements[: tensor.device_mesh.ndim - len(kept)]
+        kept = tensor.placements[tensor.device_mesh.ndim - presented_over :]
+        data_parallel = tensor.placements[: tensor.device_mesh.ndim - presented_over]
         if not all(placement.is_replicate() for placement in data_parallel):
             placements = [*[Replicate()] * len(data_parallel), *kept]
             tensor = tensor.to(device).redistribute(placements=placements)
@@ -101,15 +101,15 @@ def is_dtensor(value: object) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
-def local_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a `DTensor` over the last dimension of the mesh, that of tensor
-    parallelism."""
+def local_shape(value: Any, dims: int) -> tuple[int, ...]:
+    """Return the shape of this rank's part of a `DTensor` over the last `dims` dimensions of its mesh."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    last = value.device_mesh.ndim - 1
-    mesh = value.device_mesh if last == 0 else value.device_mesh[value.device_mesh.mesh_dim_names[last]]
-    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, value.placements[last:])
-    return tuple(shape)
+    mesh, outer = value.device_mesh, value.device_mesh.ndim - dims
+    inner = mesh if outer <= 0 else mesh[mesh.mesh_dim_names[outer:]]
+    return tuple(
+        compute_local_shape_and_global_offset(value.shape, inner, value.placements[max(outer, 0) :])[0]
+    )
 
 
 def is_chunked_over(value: Any, group: Collectives) -> bool:
@@ -139,30 +139,10 @@ def mesh_of(place: Place, *, makes_one: bool) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, place.handle.device.type)
 
 
-def _chunk_of_dtensor(full: Any, mesh: DeviceMesh) -> Any:
-    """Return a `DTensor` over `mesh` too. If both cut dimension 0, the data-parallel cut is the outer one, as a mesh of
-    that order means it: so parts of tensors move between the ranks of `full`."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    cut, root = _place_in_root(mesh)
-    if root.ndim != mesh.ndim + full.device_mesh.ndim:
-        raise FlatParamError(
-            f"a parameter is a DTensor over {full.device_mesh} and is sharded over {mesh}: for its sharded state both "
-            f"have to be slices of one mesh of {mesh.ndim + full.device_mesh.ndim} dimensions, found {root}"
-        )
-    kept = list(full.placements)
-    outer: list[Any] = [Replicate()] * mesh.ndim
-    local, shape, stride = full.to_local().clone(), full.shape, full.stride()
-    whole = DTensor.from_local(local, root, [*outer, *kept], run_check=False, shape=shape, stride=stride)
-    outer[cut] = Shard(0)
-    return whole.redistribute(placements=[*outer, *kept])
-
-
 def _place_in_root(mesh: DeviceMesh) -> tuple[int, DeviceMesh]:
     """Return the mesh that `mesh` is a slice of, and the dimension of it that data parallelism shards over."""
     # The method has no public name.
     found: Any = mesh
     root: DeviceMesh = found._get_root_mesh()
-    if root.ndim == mesh.ndim or root.mesh_dim_names is None or mesh.mesh_dim_names is None:
-        return mesh.ndim - 1, mesh
-    return root.mesh_dim_names.index(mesh.mesh_dim_names[-1]), root
+    names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ("",)
+    return (names.index(own[-1]), root) if own[-1] in names else (mesh.ndim - 1, mesh)

@@ -80,6 +80,11 @@ class StateForm:
         return attrs.evolve(self, kind=FormKind.FULL, rank0_only=False)
 
     @property
+    def is_one_for_all(self) -> bool:
+        """Return whether a program saves a parameter of one name once, for all ranks."""
+        return self.kind is FormKind.SHARDED or (self.rank0_only and self.kind is FormKind.FULL)
+
+    @property
     def device(self) -> torch.device | None:
         """The device that tensors go to; `None` leaves them where they are."""
         return torch.device("cpu") if self.offload_to_cpu else None
@@ -94,7 +99,8 @@ class StateForm:
         Raises:
             FlatParamError: if the ranks are none of torch's.
         """
-        return mesh_of(place, makes_one=self.use_dtensor)
+        # Ranks beside these have other parts under the same name, which a `ShardedTensor` of these would not say.
+        return mesh_of(place, makes_one=self.use_dtensor or place.handle.forms.meshes is not None)
 
     def sharded(
         self, place: Place, shard: torch.Tensor, present: Callable[[int, torch.Tensor], torch.Tensor]
@@ -178,8 +184,8 @@ class Wanted:
     rank: int
     device: torch.device
     """The device on which collectives work."""
-    is_presented: bool = False
-    """Whether modules see a `DTensor` of which the tensor is this rank's part."""
+    presented_over: int = 0
+    """The dimensions of the mesh of the `DTensor` that modules see, of which the tensor is this rank's part."""
     flattened: Callable[[Any], Any] = _as_it_is
     """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
     lay: Callable[[torch.Tensor, torch.Tensor], None] = _copy
@@ -189,7 +195,8 @@ class Wanted:
     def of_parameter(cls, place: Place, index: int) -> Self:
         """Parameter `index` of a flat parameter."""
         handle = place.handle
-        layout = handle.layout
+        layout, meshes = handle.layout, handle.forms.meshes
+        form = None if meshes is None else meshes.form(handle, index)
         return cls(
             layout.slots[index].spec,
             lambda rank: layout.fragment(index, rank).in_param,
@@ -197,7 +204,7 @@ class Wanted:
             place.unit.topology,
             handle.rank,
             handle.device,
-            handle.has_presenter(index),
+            int(handle.has_presenter(index)) if form is None else form.mesh.ndim,
             lambda value: handle.flattened(index, value),
         )
 
@@ -243,8 +250,8 @@ class Wanted:
         if not is_tensor_like(value):
             return type(value).__name__
         shape = shape_of(value)
-        if is_dtensor(value) and self.is_presented:
-            shape = local_shape(value)
+        if is_dtensor(value) and self.presented_over:
+            shape = local_shape(value, self.presented_over)
         return _not_ordinary(value) if shape == self.spec.shape else f"shape {shape}"
 
     def part(self, value: Any, chunker: Chunker = OWN_CHUNKER) -> torch.Tensor:
@@ -262,12 +269,12 @@ class Wanted:
         if isinstance(value, Streamed):
             value = value.arrive()
         elif is_dtensor(value):
-            if chunker is OWN_CHUNKER and not self.is_presented and is_chunked_over(value, self._group):
+            if chunker is OWN_CHUNKER and not self.presented_over and is_chunked_over(value, self._group):
                 held = Tiling.of_chunks(value.shape, self._group.size)
                 local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}
                 value = gathered(held, local, value.dtype, self._group, self.device)
             else:
-                value = chunker.whole(value, self.device, is_presented=self.is_presented)
+                value = chunker.whole(value, self.device, presented_over=self.presented_over)
         elif is_sharded_tensor(value):
             group, ranks = holders_of(value, self.topology)
             held = Tiling.of_shards_on(value, ranks)

@@ -24,7 +24,7 @@ from flatparam_runtime import (
 )
 from flatparam_state.forms.flat_tensor import FlatTensor
 from flatparam_state.forms.state_form import FormKind, StateForm, Wanted
-from flatparam_state.places import Place, gather, places_in, places_of, shard_of
+from flatparam_state.places import Place, check_names, gather, places_in, places_of, shard_of
 
 IN_FLAT: Final = "flatparam"
 """In the metadata of a module in a local state: for each of its flat parameters, the names of those in it, in order."""
@@ -83,8 +83,9 @@ def state_shown(model: nn.Module, form: StateForm) -> Iterator[StandIns]:
     units = dict.fromkeys(each for unit in units_in(model) for each in (*unit.links.lenders, unit))
     if form.kind is FormKind.FULL and not any(unit.phase is Phase.INSPECTING for unit in units):
         check_same_between_passes([*units], label="state_dict()")
-    stand_ins = StandIns()
-    prefixes = {id(place.handle): place.prefix for place in places_in(model)}
+    stand_ins, places = StandIns(), list(places_in(model))
+    prefixes = {id(place.handle): place.prefix for place in places}
+    check_names(places, form)
     with contextlib.ExitStack() as stack:
         for unit in units:
             if unit.phase is Phase.INSPECTING:

@@ -18,7 +18,7 @@ from flatparam_state.optimizer.entry import PerRank, copy_value, is_equal, sprea
 from flatparam_state.optimizer.first_state import FirstState, first_states
 from flatparam_state.optimizer.held import Held, Holding, complete_groups, of_parts, with_names
 from flatparam_state.optimizer.inventory import agree_on_holdings, with_states
-from flatparam_state.places import Place, gather, mesh_groups, places_in, shard_of
+from flatparam_state.places import Place, check_names, gather, mesh_groups, places_in, shard_of
 
 
 @of_parts
@@ -56,6 +56,7 @@ def optimizer_state_dict(
     form = form or StateForm(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
     raw = optimizer.state_dict() if state_dict is None else state_dict
     places = list(places_in(model))
+    check_names(places, form)
     try:
         holding = Holding.of(model, optimizer)
         states, others = _by_parameter(raw["state"], holding)
@@ -216,8 +217,8 @@ def sharded_states(
     """
     for topology, batch in itertools.groupby(places, key=lambda place: place.unit.topology):
         found = [(place, _local(place, states)) for place in batch]
-        others = [] if topology.replicate is None else [topology.replicate]
-        for group in (*others, *mesh_groups(place.unit for place, _ in found)) if with_owners else ():
+        beside = mesh_groups([place.unit for place, _ in found], topology.groups)
+        for group in filter(None, (topology.replicate, *beside)) if with_owners else ():
             _bring_together(group, [local for _, local in found])
         agreement = _Agreement.reach(topology.shard, found)
         for number in range(len(agreement.locals)):

@@ -53,9 +53,8 @@ def flatten_extended(module: nn.Module, resolved: Resolved) -> Resolved:
         # The attributes of a wrapper class are also its inner tensors.
         drops = is_wrapper(b.parameter)
         noted = vars(b.parameter).items()
-        vars(parameter).update(
-            {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
-        )
+        kept = {name: value for name, value in noted if not (drops and isinstance(value, Tensor))}
+        vars(parameter).update(kept)
         setattr(parameter, PRESENTER, present)
         presenters.append(present)
         for info in b.infos:
@@ -118,7 +117,7 @@ class _Extended:
         _, shards = self._extensions.pre_load_state_dict_transform(tensor)
         return {tuple(shard.metadata.shard_offsets): shard.tensor for shard in shards}
 
-    def whole(self, tensor: Any, device: torch.device, *, is_presented: bool) -> Tensor:
+    def whole(self, tensor: Any, device: torch.device, *, presented_over: int) -> Tensor:
         """Have the extension gather a `DTensor`; every rank calls it."""
         return self._extensions.all_gather_dtensor(tensor.to(device), tensor.device_mesh)
 
@@ -155,7 +154,8 @@ class FSDPExtensions(abc.ABC):
 
     def chunk_dtensor(self, tensor: Tensor, rank: int, device_mesh: Any) -> Tensor:
         """Return a `DTensor` over `device_mesh` of which this rank holds `tensor.chunk(size, dim=0)[rank]`."""
-        found: Tensor = OWN_CHUNKER.chunk_over_mesh(tensor, device_mesh, rank)
+        over = load("flatparam_meshes").form.chunk_over if is_dtensor(tensor) else OWN_CHUNKER.chunk_over_mesh
+        found: Tensor = over(tensor, device_mesh, rank)
         return found
 
     def pre_load_state_dict_transform(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
@@ -166,7 +166,7 @@ class FSDPExtensions(abc.ABC):
     def all_gather_dtensor(self, tensor: Tensor, parent_mesh: Any) -> Tensor:
         """Return the tensor that was flattened, of a `DTensor` over `parent_mesh`; every rank calls it."""
         sharded: Any = tensor
-        return OWN_CHUNKER.whole(tensor, tensor.device, is_presented=sharded.device_mesh.ndim > 1)
+        return OWN_CHUNKER.whole(tensor, tensor.device, presented_over=int(sharded.device_mesh.ndim > 1))
 
 
 _ALIGNMENT: Final = 16
