@@ -1,5 +1,7 @@
 """Tables that one test goes through: `tools/each_row.py`."""
 
+from pathlib import Path
+
 import pytest
 from each_row import each_row
 
@@ -35,6 +37,19 @@ def test_rows_that_fail_are_named() -> None:
     ):
         claim()  # type: ignore[call-arg]
     assert seen == [1, 2, 3, 4]
+
+
+def test_rows_have_folders_of_their_own(tmp_path: Path) -> None:
+    """What a row leaves in `tmp_path` is not there for the next, also with one table inside another."""
+
+    @each_row("first", "ab")
+    @each_row("second", [1, 2])
+    def claim(first: str, second: int, tmp_path: Path) -> None:
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "left").write_text(first)
+
+    claim(tmp_path=tmp_path)  # type: ignore[call-arg]
+    assert len(list(tmp_path.rglob("left"))) == 4
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,8 +1,8 @@
 """Tables that one test goes through, row by row: `@each_row("given, expected", ROWS)`, where a row takes milliseconds.
 
 It reads like `pytest.mark.parametrize`, and counts as one test. A row that fails is named, and the others run all the
-same. Rows share the fixtures of the test, so those that change something (`tmp_path`, `monkeypatch`) want
-`parametrize`, which makes a test of each row; so do rows with marks of their own, and rows that skip.
+same. Each row has a `tmp_path` of its own; the other fixtures are the test's, so those that change something
+(`monkeypatch`) want `parametrize`, which makes a test of each row; so do rows with marks of their own, or that skip.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ def each_row(
         @functools.wraps(function)
         def run(*given: Any, **fixtures: Any) -> None:
             failed: dict[str, BaseException] = {}
-            for name, values in table:
+            for number, (name, values) in enumerate(table):
                 if "torch" in sys.modules:
                     sys.modules["torch"].manual_seed(0)
+                own = dict(fixtures)
+                if "tmp_path" in own:
+                    own["tmp_path"] = fixtures["tmp_path"] / f"row-{number}"
+                    own["tmp_path"].mkdir()
                 try:
-                    function(*given, **fixtures, **values)
+                    function(*given, **own, **values)
                 except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                     failed[name] = error
             if failed:
