@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from each_row import each_row
 
 from flatparam_files import open_source
 from flatparam_files.checkpoint.fields import _sealed, read_sealed, seal
@@ -48,7 +47,7 @@ def header_file(path: Path, header: bytes) -> Path:
     return path
 
 
-@each_row("letter", [b"x", b"\\n", b'\\"', b"\\\\"])
+@pytest.mark.parametrize("letter", [b"x", b"\\n", b'\\"', b"\\\\"])
 def test_a_long_string_in_a_header(letter: bytes, tmp_path: Path) -> None:
     """A string of 4 MiB takes some copies of itself; it took 480 MiB."""
     text = letter * (4 * MIB // len(letter))
@@ -64,7 +63,7 @@ DENSE = {
 }
 
 
-@each_row("kind", DENSE)
+@pytest.mark.parametrize("kind", DENSE)
 def test_a_manifest_of_small_values(kind: str, tmp_path: Path) -> None:
     """A manifest of 8 MiB of empty lists and the like is refused before any of them is made; it took 27 times as much."""
     path = tmp_path / "manifest.json"
@@ -94,7 +93,7 @@ def test_long_integers_in_json() -> None:
         parse_json(b"[" + b"9" * 4301 + b"]")
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("tree", "match"),
     [
         ({"$int": "0x" + "f" * 10_000}, "an integer of at most 14,000 bits, found 10,002 hexadecimal digits"),
@@ -190,7 +189,7 @@ PICKLES = {
 }  # fmt: skip
 
 
-@each_row("kind", PICKLES)
+@pytest.mark.parametrize("kind", PICKLES)
 def test_pickles(kind: str, tmp_path: Path) -> None:
     """A pickle whose objects or leaves are far more than its bytes is refused; 596 bytes took 36 seconds, or for ever."""
     path = torch_file(tmp_path / "it.pt", PICKLES[kind][1])

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from each_row import each_row
 
 from flatparam_files import open_source
 from flatparam_files.disk.checkpoint_error import CheckpointError
@@ -17,7 +16,7 @@ CASES = int(os.environ.get("FLATPARAM_FUZZED_CHECKPOINTS", "60"))
 
 
 @pytest.mark.timeout(900)
-@each_row("name", MAKE)
+@pytest.mark.parametrize("name", MAKE)
 def test_changed_files(name: str, tmp_path: Path) -> None:
     """A reader returns or raises CheckpointError, whatever a file says, and takes less than a gibibyte of memory."""
     fuzzer = Fuzzer(tmp_path, 1, guided=False)
@@ -49,7 +48,7 @@ def test_coverage_guides_the_search(tmp_path: Path) -> None:
     assert chain_of(",".join(map(str, chains[-1]))) == chains[-1]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("tag", "match"),
     [
         ("x" * 300, "should name a directory"),

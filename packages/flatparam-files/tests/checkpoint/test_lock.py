@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from each_row import each_row
 
 from flatparam_files.checkpoint.lock import DirectoryLock
 from flatparam_files.disk.checkpoint_error import CheckpointError
@@ -63,7 +62,7 @@ def test_the_owner_is_named(tmp_path: Path) -> None:
     second.forget()
 
 
-@each_row("how", ["deleted", "moved"])
+@pytest.mark.parametrize("how", ["deleted", "moved"])
 def test_a_lock_that_is_gone_is_taken_anew(tmp_path: Path, how: str) -> None:
     """If somebody deletes the file, or moves the directory, the next use locks what is there then, or is refused."""
     root = tmp_path / "run"
