@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
@@ -22,7 +21,7 @@ pytestmark = [
 ]
 
 
-@each_row(
+@pytest.mark.parametrize(
     ("numel", "dtype", "divisor"),
     [
         (1000, torch.float32, 2.0),
@@ -91,7 +90,7 @@ def trained(world: Collectives, mine: Sequence[Sequence[int]], original: bool) -
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest(), norms
 
 
-@each_row("original", [False, True])
+@pytest.mark.parametrize("original", [False, True])
 def test_one_hash(original: bool) -> None:
     """Any spread of six micro-batches over one, two and three ranks that share a GPU ends with the same bits."""
     torch.use_deterministic_algorithms(True)
