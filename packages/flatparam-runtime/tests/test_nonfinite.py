@@ -189,8 +189,8 @@ class _Weights(nn.Module):
         return (self.weight * x).sum()
 
 
-@each_row("use_orig_params", [True, False])
-@each_row(("given", "passes", "told"), [(2e38, 1, ""), (2e38, 2, "has the sum of 'weight'")])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(("given", "passes", "told"), [(2e38, 1, ""), (2e38, 2, "has the sum of 'weight'")])
 def test_a_sum_that_overflows_is_found(given: float, passes: int, told: str, use_orig_params: bool) -> None:
     """Each rank's own gradients are finite, and their sum over two passes is not."""
 

@@ -9,6 +9,7 @@ import types
 from typing import Any, NamedTuple
 
 import attrs
+import pytest
 import torch
 from each_row import each_row
 from hypothesis import given
@@ -107,7 +108,7 @@ HIDING_PLACES = {
 }
 
 
-@each_row("place", HIDING_PLACES)
+@pytest.mark.parametrize("place", HIDING_PLACES)
 def test_a_tensor_is_found_in(place: str) -> None:
     """The tensor is found, once, wherever it is."""
     tensor = torch.ones(2, requires_grad=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from each_row import each_row
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -26,8 +25,8 @@ def attached(module: nn.Module) -> nn.Module:
     return module
 
 
-@each_row("policy", [None, LINEAR], ids=["whole", "policy"])
-@each_row(
+@pytest.mark.parametrize("policy", [None, LINEAR], ids=["whole", "policy"])
+@pytest.mark.parametrize(
     "arguments",
     [{}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"cpu_offload": CPUOffload(True)}],
     ids=str,
