@@ -15,10 +15,21 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
-from environments import DIST, ROOT, installed, own, python_of, shared, split_packages
+from environments import (
+    DIST,
+    ROOT,
+    TESTED,
+    WORKERS,
+    installed,
+    own,
+    pytest_in,
+    python_of,
+    shared,
+    split_packages,
+)
 from house import PACKAGES, tested_with
 from matrix.rows import PYTHONS, Row, all_rows, lowest_versions, named_row
-from turns import Beside, in_turn
+from turns import Beside, Program, in_turn
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "none"
@@ -29,13 +40,18 @@ TESTS = ("integration_tests", *(f"packages/{name}/tests" for name in PACKAGES))
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every check below, in order, with the time each took at the end: what CI runs."""
-    simulated = ("-c", "from flatparam_simdev import why_not; print(why_not())")  # compiles it, once
     # mypy reads the sources, so it can run while packages come and go.
-    typing, others = Beside(types=TYPES), Beside(simulated=simulated, site=SITE, wheels=WHEELS)
+    typing = Beside({"types": Program(TYPES)})
+    others = Beside({"docs": Program(BLOCKS, TESTED), "site": Program(SITE), "wheels": Program(WHEELS)})
     checks: dict[str, Callable[[nox.Session], None]] = {"lint": lint, "types begin": typing.start}
-    checks |= {"layers": layers, "alone": alone, "types": typing.finish, "others begin": others.start}
-    checks |= {"integration": integration, "docs": blocks, " ".join(others.names): others.finish}
+    checks |= {"layers": layers, "alone": alone, "types": typing.finish, "install": install}
+    checks |= {"others begin": others.start, "integration": integration, others.name: others.finish}
     in_turn(session, {**checks, "gpu": gpu})
+
+
+def install(session: nox.Session) -> None:
+    """Installation: every package with what it depends on, for the checks that follow."""
+    installed(session)
 
 
 @nox.session
@@ -69,21 +85,28 @@ TYPES = ("-m", "mypy", *(f"packages/{name}/src" for name in PACKAGES), "tools", 
 def alone(session: nox.Session) -> None:
     """Each package alone: its tests with nothing above it but what they name in their extra (`-- core comm -k x`).
 
-    Those that are tested with the same packages are tested at once.
+    Nothing of ours is installed: each test run has the wheels that it is to have on its path, so several run at once.
+    Those of packages that are tested with the same ones are one.
     """
     chosen, extra = split_packages(session.posargs)
     environment = shared(session)
+    environment.remove_packages()
     of_each: dict[tuple[str, ...], list[str]] = {}
     for name in chosen or PACKAGES:
         of_each.setdefault(tested_with(name), []).append(name)
-    for there, names in of_each.items():
-        environment.install_alone(there)
-        session.log(f"Testing {', '.join(names)} with {', '.join(there)} and nothing else of ours")
-        environment.pytest(
-            "-m", "not gpu and not long", *(f"packages/{name}/tests" for name in names), *extra
+    processes = str(int(WORKERS) // len(of_each) if int(WORKERS) > len(of_each) else 0)
+    how = (*pytest_in(processes), "-q", "-m", "not gpu and not long", *extra)
+    programs = {
+        ", ".join(names): Program(
+            (*how, *(f"packages/{name}/tests" for name in names)), environment.alone(there)
         )
-    if not chosen:
-        environment.complete_packages()
+        for there, names in sorted(of_each.items(), key=lambda each: -len(each[0]))
+    }
+    for there, names in of_each.items():
+        session.log(f"Testing {', '.join(names)} with {', '.join(there)} and nothing else of ours")
+    testing = Beside(programs, workers=max(1, int(WORKERS)))
+    testing.start(session)
+    testing.finish(session)
 
 
 @nox.session
@@ -108,6 +131,9 @@ def docs(session: nox.Session) -> None:
 def blocks(session: nox.Session) -> None:
     """Documentation: execute every Python block of the docs and the READMEs, and what else docs tests."""
     installed(session).pytest("-m", "not long", "docs", *session.posargs)
+
+
+BLOCKS = (*pytest_in("0"), "-q", "-m", "not long", "docs")
 
 
 # Not `--quiet`: that keeps warnings from being counted, so that nothing is strict any more.

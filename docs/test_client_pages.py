@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from each_row import each_row
 
 from docs.test_code_blocks import blocks_of
 
@@ -13,7 +13,7 @@ PAGES = sorted((DOCS / "guides").glob("client-*.md"))
 PROGRAM = re.compile(r"\bguide_(\w+)\.py\b")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@each_row("page", PAGES, ids=lambda page: page.stem)
 def test_the_program_is_a_tested_one(page: Path) -> None:
     """Each page has one program, which is the file that its mark names; `test_guides.py` runs it."""
     blocks = [block for block in blocks_of(page.read_text(encoding="utf-8")) if block.language == "python"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from each_row import each_row
 
 from flatparam_comm.testing import PATIENCE
 
@@ -215,7 +216,7 @@ def test_fences_nest() -> None:
     assert [block.language for block in blocks_of(text)] == ["markdown"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "complaint"),
     [
         ("```python\na\n", "never closed"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 from matrix.main import RESULTS, SUITES
 from matrix.names import INSTEAD, lacks, names_used, private_names, unplaced
 from matrix.page import python_classifiers, python_range, torch_range, write
@@ -50,7 +51,7 @@ def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
         write(ENTERED, page)
 
 
-@pytest.mark.parametrize("row", all_rows(), ids=str)
+@each_row("row", all_rows(), ids=str)
 def test_every_row_was_tested(row: Row) -> None:
     """The results of each torch and Python in the table are of these, without a failure or an unknown gap."""
     entry = ENTERED["rows"][row.name]
@@ -62,7 +63,7 @@ def test_every_row_was_tested(row: Row) -> None:
     assert [name for name in entry["lacks"] if name not in INSTEAD] == []
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@each_row("name", PROJECTS)
 def test_packages_claim_what_was_tested(name: str) -> None:
     """The range of torch, the oldest Python and the classifiers are those of the tested versions."""
     project = PROJECTS[name]

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from each_row import each_row
 
 DOCS = Path(__file__).resolve().parent
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page.name != "index.md")
@@ -11,7 +11,7 @@ PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") 
 LISTED_ELSEWHERE = {page for page in PAGES if page.startswith("gpu/") and page != "gpu/README.md"}
 
 
-@pytest.mark.parametrize("place", ["docs/index.md", "tools/mkdocs.yml"])
+@each_row("place", ["docs/index.md", "tools/mkdocs.yml"])
 def test_every_page_is_listed(place: str) -> None:
     """The index links to every page, and the site's menu has every page, once."""
     text = (DOCS.parent / place).read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from each_row import each_row
 from layouts_page import MODELS, PAGE, RULES, WORLD_SIZES, cost, row, seconds_to_plan
 
 #: The numbers of parameters that the models' authors tell, in billions.
@@ -29,7 +30,7 @@ def test_a_line_of_a_table_is_what_the_planner_makes(name: str, title: str) -> N
     assert line in table.splitlines(), "python tools/layouts_page.py writes it anew"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_the_shapes_are_those_of_the_model(name: str) -> None:
     """The parameters of the shapes add up to the number that is told of the model, to a hundredth."""
     assert MODELS[name].numel / 1e9 == pytest.approx(TOLD[name], rel=0.01)

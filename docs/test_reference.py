@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import house
-import pytest
+from each_row import each_row
 
 PAGES = Path(__file__).resolve().parent / "reference"
 PACKAGES = [name.replace("-", "_") for name in house.PACKAGES]
@@ -66,7 +66,7 @@ def names_in_source(module: str) -> set[str]:
     raise AssertionError(f"{module} has no __all__")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@each_row("package", PACKAGES)
 def test_page_has_every_public_name_and_no_other(package: str) -> None:
     """A page's names are those of `__all__`; a re-exported name is a link to where it is documented."""
     public = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
@@ -75,7 +75,7 @@ def test_page_has_every_public_name_and_no_other(package: str) -> None:
     assert sorted(found) == sorted(public)
 
 
-@pytest.mark.parametrize("module", [module for modules in PUBLIC_MODULES.values() for module in modules])
+@each_row("module", [module for modules in PUBLIC_MODULES.values() for module in modules])
 def test_page_has_the_names_of_a_public_module(module: str) -> None:
     """What a public module adds to its package is on the page; what it repeats, or takes from torch, need not be."""
     package = module.partition(".")[0]
@@ -92,7 +92,7 @@ def test_page_has_the_names_of_a_public_module(module: str) -> None:
     assert sorted(found) == sorted(public)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@each_row("package", PACKAGES)
 def test_reexports_point_to_the_same_object(package: str) -> None:
     """A re-exported name links to the page that documents that very object."""
     for match in REEXPORTED.finditer(page_of(package)):

@@ -1,5 +1,6 @@
 """The site shows no line of code cut, no plot of other results, and no base that a reader cannot look up."""
 
+import functools
 import importlib
 import json
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from bench.plots import digest, pictures
+from each_row import each_row
 
 from docs.test_reference import NOT_IMPORTED
 
@@ -37,7 +39,7 @@ def too_long(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+@each_row("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_code_is_cut(page: Path) -> None:
     """Every line of code of a page fits into the page."""
     assert too_long(page.read_text(encoding="utf-8")) == []
@@ -76,6 +78,7 @@ def test_the_site_has_both_schemes() -> None:
     ]
 
 
+@functools.cache
 def documented(page: Path) -> list[tuple[str, object, str]]:
     """Return the names that a page of the reference documents, what has them, and their options."""
     found = []
@@ -95,7 +98,7 @@ def is_ours_alone(base: type) -> bool:
     return base.__module__.startswith("flatparam") and not any(base is shown for shown in known)
 
 
-@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+@each_row("page", REFERENCE, ids=lambda page: page.stem)
 def test_no_class_leaks_a_base_of_ours(page: Path) -> None:
     """A class whose base is private, or documented nowhere, is shown without its bases."""
     leaking = [

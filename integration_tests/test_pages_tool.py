@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pages
 import pytest
+from each_row import each_row
 
 
 def test_a_table_has_numbers_to_the_right() -> None:
@@ -47,7 +48,7 @@ def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
     assert page.read_text() == "<!-- begin one --><!-- end one -->"
 
 
-@pytest.mark.parametrize("name", pages.PAGES)
+@each_row("name", pages.PAGES)
 def test_the_command_of_a_page_exists(name: str) -> None:
     """Each page of the list is written by a tool that is there."""
     first, *rest = pages.PAGES[name]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from each_row import each_row
 from packaging.version import Version
 from release.changelog import Changelog
 from release.main import main
@@ -196,7 +197,7 @@ def test_a_version_with_a_section(clone: Path, capsys: pytest.CaptureFixture[str
     assert "flatparam-core/CHANGELOG.md has a section for 0.2.0 already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "message"),
     [
         ("# Changelog\n", r"the first section must be `## \[Unreleased\]`, and it is \[\]"),
@@ -211,7 +212,7 @@ def test_a_changelog_of_another_form(text: str, message: str) -> None:
         Changelog(text)
 
 
-@pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir()))
+@each_row("package", sorted(path.name for path in (ROOT / "packages").iterdir()))
 def test_our_changelogs(package: str) -> None:
     """The changelogs of the packages are in the format, and their dated versions stand in order."""
     changelog = Changelog.read(ROOT / "packages" / package / "CHANGELOG.md")
@@ -228,7 +229,7 @@ def test_an_item_joins_its_kind() -> None:
     assert changed == CHANGELOG.replace("- A thing.\n", "- A thing.\n- Another.\n")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "version", "expected"),
     [
         (">=0.1,<0.2", "0.1.7", ">=0.1,<0.2"),

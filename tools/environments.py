@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,12 +25,28 @@ from house import PACKAGES
 if TYPE_CHECKING:
     import nox
 
-__all__ = ["DIST", "ROOT", "Environment", "installed", "own", "python_of", "shared", "split_packages"]
+__all__ = [
+    *(
+        "DIST",
+        "ROOT",
+        "TESTED",
+        "WORKERS",
+        "Environment",
+        "installed",
+        "own",
+        "pytest_in",
+        "python_of",
+        "shared",
+    ),
+    "split_packages",
+]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DIST: Final = ROOT / "dist"
 # How many processes pytest takes at once; more than there are cores is right beside a machine that others keep busy.
 WORKERS: Final = os.environ.get("FLATPARAM_TEST_WORKERS", str(min(os.cpu_count() or 1, 4)))
+#: Each wheel, unpacked, in a folder that is named after the package.
+UNPACKED: Final = DIST / "unpacked"
 FROM_DIST: Final = ("--no-index", "--find-links", str(DIST), "--no-compile", "--disable-pip-version-check")
 
 #: pip leaves what pytest has compiled of a plugin, in a folder that could be imported.
@@ -87,8 +104,7 @@ class Environment:
         self, *arguments: str, workers: str = WORKERS, spread: str = "worksteal", env: Variables | None = None
     ) -> None:
         """Run pytest in `workers` processes, each with one thread for torch."""
-        how = ["-n", workers, "--dist", spread] if workers != "0" else []
-        self.run("-m", "pytest", *how, *arguments, env={**TESTED, **(env or {})})
+        self.run(*pytest_in(workers, spread), *arguments, env={**TESTED, **(env or {})})
 
     def install(self, *arguments: str, env: Variables | None = None) -> None:
         """Have pip install the locked versions."""
@@ -104,29 +120,25 @@ class Environment:
         self.run("-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", *FROM_DIST, *PACKAGES)
         self.complete_packages()
 
-    def install_alone(self, names: Collection[str]) -> None:
-        """Have these packages in the environment, without an index, and see that no other of ours can be imported."""
-        self.build_wheels()
-        sources = fingerprint_of_sources()
-        stay = any(self.has_note("packages", each) for each in (sources, f"some of {sources}"))
-        self.note("packages", "some")
-        others = [each for each in PACKAGES if each not in names]
-        # What is there of other sources goes, too.
-        gone = others if stay else PACKAGES
-        if gone:
-            self.run("-m", "pip", "uninstall", "-qq", "--yes", *gone)
-        self.note("packages", f"some of {sources}")
-        self.run("-m", "pip", "install", "--quiet", *FROM_DIST, *names)
-        if others and "flatparam" in names:
-            # The wrapper brings all add-ons along.
-            self.run("-m", "pip", "uninstall", "-qq", "--yes", *others)
-        self.run("-I", "-c", LOOK, *(each.replace("-", "_") for each in others), log=False)
-
     def complete_packages(self) -> None:
         """Install what is not there yet of our packages and their extras, and note of which sources they are."""
         self.run("-m", "pip", "install", "--quiet", *FROM_DIST, "--no-deps", *PACKAGES)
         self.install(*PACKAGES, *self._extras)
         self.note("packages", (DIST / ".sources").read_text())
+
+    def remove_packages(self) -> None:
+        """Have none of our packages in the environment, and see that none can be imported."""
+        self.note("packages", "none")
+        self.run("-m", "pip", "uninstall", "-qq", "--yes", *PACKAGES)
+        self.run("-I", "-c", LOOK, *(each.replace("-", "_") for each in PACKAGES), log=False)
+
+    def alone(self, names: Collection[str]) -> Variables:
+        """Return the variables with which the environment's Python has these packages of ours: their wheels, unpacked.
+
+        After `remove_packages` it has no others.
+        """
+        self.build_wheels()
+        return {**TESTED, "PYTHONPATH": os.pathsep.join(str(UNPACKED / name) for name in names)}
 
     def build_wheels(self) -> None:
         """Build the sdists, and from each its wheel, into dist/, unless those there are of these sources."""
@@ -155,6 +167,10 @@ class Environment:
             self._session.error(
                 "\n".join([f"These could not be built: {', '.join(failed)}", *failed.values()])
             )
+        for name in PACKAGES:
+            (wheel,) = DIST.glob(f"{name.replace('-', '_')}-*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(UNPACKED / name)
         stamp.write_text(sources)
 
     def has_note(self, about: str, text: str) -> bool:
@@ -169,6 +185,11 @@ class Environment:
     def remove(self) -> None:
         """Delete the environment, which takes about five gigabytes."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def pytest_in(workers: str, spread: str = "worksteal") -> list[str]:
+    """Return what Python is given to run pytest in `workers` processes, or in its own if that is 0."""
+    return ["-m", "pytest", *(["-n", workers, "--dist", spread] if workers != "0" else [])]
 
 
 def shared(session: nox.Session) -> Environment:

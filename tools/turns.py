@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from environments import ROOT, installed
+from environments import ROOT, shared
 
 if TYPE_CHECKING:
     import nox
 
-__all__ = ["Beside", "in_turn"]
+__all__ = ["Beside", "Program", "in_turn"]
 
 
 def in_turn(session: nox.Session, checks: Mapping[str, Callable[[nox.Session], None]]) -> None:
@@ -37,36 +39,57 @@ def in_turn(session: nox.Session, checks: Mapping[str, Callable[[nox.Session], N
         session.error(f"Not green: {', '.join(failed)}")
 
 
-class Beside:
-    """Programs of one process, which run one by one beside the checks that come between start and finish."""
+@dataclass(frozen=True)
+class Program:
+    """What Python is given, and variables of its environment; None takes one away."""
 
-    def __init__(self, **commands: Sequence[str]) -> None:
-        """Take what Python is given, by name."""
-        self.names = tuple(commands)
-        self._commands = commands
-        self._running: dict[str, Future[subprocess.CompletedProcess[str]]] = {}
+    arguments: Sequence[str]
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+
+    def run(self, python: str) -> tuple[subprocess.CompletedProcess[str], float]:
+        """Run it in the root of the checkout; return what came of it, with its output, and the seconds it took."""
+        environment = {**os.environ, **self.variables}
+        started = time.monotonic()
+        done = subprocess.run(
+            [python, *self.arguments],
+            cwd=ROOT,
+            env={name: value for name, value in environment.items() if value is not None},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done, time.monotonic() - started
+
+
+class Beside:
+    """Programs that run `workers` at once, in this order, beside the checks that come between start and finish."""
+
+    def __init__(self, programs: Mapping[str, Program], workers: int = 1) -> None:
+        """Take the programs by name."""
+        self.name = " ".join(programs)
+        self._programs = programs
+        self._workers = workers
+        self._running: dict[Future[tuple[subprocess.CompletedProcess[str], float]], str] = {}
 
     def start(self, session: nox.Session) -> None:
-        """Start the checks that need one process, beside those that follow."""
-        python, pool = str(installed(session).python), ThreadPoolExecutor(1)
-        for name, command in self._commands.items():
-            self._running[name] = pool.submit(
-                subprocess.run,
-                [python, *command],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        """Start the programs, in .venv as it is."""
+        python, pool = str(shared(session).python), ThreadPoolExecutor(self._workers)
+        self._running = {pool.submit(program.run, python): name for name, program in self._programs.items()}
         pool.shutdown(wait=False)
 
     def finish(self, session: nox.Session) -> None:
-        """Wait for what ran beside the others, and say what it said."""
+        """Wait for all of them, and say what each said as soon as it has ended; fail the session if one failed."""
         if not self._running:
             session.error("They could not be started")
-        done = {name: running.result() for name, running in self._running.items()}
-        for name, process in done.items():
-            session.log(f"{name}: {process.stdout}")
-        failed = [name for name, process in done.items() if process.returncode]
+        failed = []
+        try:
+            for done in as_completed(self._running):
+                name, (process, seconds) = self._running[done], done.result()
+                session.log(f"{name}, {seconds:.1f} s: {process.stdout}")
+                failed += [name] if process.returncode else []
+        except KeyboardInterrupt:
+            for waiting in self._running:
+                waiting.cancel()
+            raise
         if failed:
             session.error(f"These failed: {', '.join(failed)}")

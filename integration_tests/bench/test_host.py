@@ -19,7 +19,11 @@ from flatparam_comm.testing import PATIENCE, run_processes
 
 pytestmark = pytest.mark.processes
 
-OURS = [name for name in CONTENDERS if name.startswith("flatparam")]
+OURS = [
+    name if name in ("flatparam", "flatparam, DTensors") else pytest.param(name, marks=pytest.mark.long)
+    for name in CONTENDERS
+    if name.startswith("flatparam")
+]
 
 
 def counts(group: Collectives, name: str) -> list[tuple[int, int, int]]:
@@ -73,6 +77,7 @@ def test_instructions_are_counted() -> None:
     assert 0 < found["4"]["pass"] < found["8"]["pass"]
 
 
+@pytest.mark.long
 def test_microseconds() -> None:
     """Everybody takes part, each part of a step takes some time, and the table says how often the reference's."""
     (rows,) = run_processes(1, on_cpu, 4, 0.0)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from bench.main import HOST_RESULTS, RESULTS, main
 from bench.page import write
+from each_row import each_row
 
 
-@pytest.mark.parametrize("results", [RESULTS, HOST_RESULTS], ids=lambda results: results.stem)
+@each_row("results", [RESULTS, HOST_RESULTS], ids=lambda results: results.stem)
 def test_the_page_is_that_of_the_results(tmp_path: Path, results: Path) -> None:
     """Nothing between the markers is edited by hand."""
     page = results.with_suffix(".md")

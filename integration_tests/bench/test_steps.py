@@ -141,6 +141,7 @@ def counts_twice(group: Collectives, name: str) -> list[dict[str, Any]]:
     return [count(group, WORKLOADS["tiny small"], False, CONTENDERS[name]) for _ in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["flatparam", "flatparam, original"])
 def test_counts_are_the_same_in_every_run(name: str) -> None:
     """Operators, collectives and bytes, those at rest too, do not depend on what ran before."""

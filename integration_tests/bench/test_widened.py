@@ -6,10 +6,11 @@ import pytest
 import torch
 from bench import widened
 from bench.workloads import WORKLOADS
+from each_row import each_row
 from torch import nn
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@each_row("bias", [True, False])
 def test_products_are_those_of_fp32_rounded_once(bias: bool) -> None:
     """Output and gradients are what an fp32 layer of the same numbers has, rounded to bf16."""
     torch.manual_seed(0)

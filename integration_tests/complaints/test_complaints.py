@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from each_row import each_row
 
 from integration_tests.complaints.page import RESULTS
 from integration_tests.complaints.rows import GROUPS, load_all
@@ -43,8 +44,20 @@ def kinds_on_the_page(reports: list[str], side: str) -> dict[str, str]:
     return {report: FOUND["rows"][report][side][0] for report in reports}
 
 
+def short(reports: list[str], side: str) -> bool:
+    """Whether a world is in each run of the tests: at the door, only those that several rows share."""
+    return side == "flatparam" or len(reports) > 1
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(("reports", "side"), worlds("flatparam", "door"), ids=name_of)
+@pytest.mark.parametrize(
+    ("reports", "side"),
+    [
+        where if short(*where) else pytest.param(*where, marks=pytest.mark.long)
+        for where in worlds("flatparam", "door")
+    ],
+    ids=name_of,
+)
 def test_flatparam(reports: list[str], side: str) -> None:
     """What flatparam does with each program is what the page says."""
     found = run_rows(reports, side)
@@ -86,7 +99,7 @@ def test_programs_are_short() -> None:
     assert len(ROWS) >= 40
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "expected"),
     [
         (Off(0.00005), Verdict("right")),
@@ -103,7 +116,7 @@ def test_figures_are_judged(found: Off | Leak | Work, expected: Verdict) -> None
     assert judged(found) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "kind"),
     [
         (RuntimeError("Timed out waiting 20000ms"), "hang"),

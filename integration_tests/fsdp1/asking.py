@@ -2,6 +2,7 @@
 
 `alike` makes a test out of a function of a `Library`: it runs twice on every rank of a world of gloo processes, once
 with torch's names and once with ours, and what it returns, or the class of the error that it raises, has to be the same.
+One test asks it with every case of its parameters, and names those that differ.
 `unlike` makes one where the two are meant to differ: it names the paragraph of `docs/differences-from-torch.md` that says
 so, and what ours is. Each world starts once, for all questions that pytest has collected.
 """
@@ -150,24 +151,33 @@ def _asking(ranks: int, axes: Mapping[str, Sequence[Any]], paragraph: str | None
     def decorate(body: Body) -> Any:
         questions = [Question(body.__module__, body.__name__, _words(case), case) for case in cases]
 
-        def test(answers: Answers, question: Question) -> None:
-            given = answers.of(ranks, question)
-            if paragraph is None:
-                for mine, theirs in given:
-                    demand_alike(mine, theirs)
-            else:
-                assert f"**{paragraph}" in DIFFERENCES.read_text(), "the docs do not say so"
-                for mine, theirs in given:
-                    demand_unlike(mine, theirs, ours)
+        def test(answers: Answers) -> None:
+            failed = []
+            for question in questions:
+                try:
+                    demand(answers.of(ranks, question))
+                except pytest.fail.Exception as error:
+                    failed.append(f"{question.case or body.__name__}:\n{error}")
+            if failed:
+                _fail("\n".join(failed))
 
         test.__name__ = test.__qualname__ = body.__name__
         test.__doc__ = body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         test.ranks = ranks  # type: ignore[attr-defined]
-        ids = [question.case or str(ranks) for question in questions]
-        test = pytest.mark.timeout(_WORLD_TIMEOUT + 100)(test)  # the first one pays for its whole world
-        return pytest.mark.processes(pytest.mark.parametrize("question", questions, ids=ids)(test))
+        test.questions = questions  # type: ignore[attr-defined]
+        # The first one pays for its whole world.
+        return pytest.mark.processes(pytest.mark.timeout(_WORLD_TIMEOUT + 100)(test))
+
+    def demand(given: list[tuple[Answer, Answer]]) -> None:
+        if paragraph is None:
+            for mine, theirs in given:
+                demand_alike(mine, theirs)
+        else:
+            assert f"**{paragraph}" in DIFFERENCES.read_text(), "the docs do not say so"
+            for mine, theirs in given:
+                demand_unlike(mine, theirs, ours)
 
     return decorate
 

@@ -13,9 +13,9 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """One world for each number of ranks; the workers of one pytest run share them."""
     questions: dict[int, list[Question]] = {}
     for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and isinstance(callspec.params.get("question"), Question):
-            questions.setdefault(item.function.ranks, []).append(callspec.params["question"])
+        function = getattr(item, "function", None)
+        if hasattr(function, "questions"):
+            questions.setdefault(function.ranks, []).extend(function.questions)
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent

@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp
+from each_row import each_row
 from torch import nn
 
 import flatparam
@@ -60,7 +60,7 @@ def demand_same_call(ours: Any, theirs: Any) -> None:
         assert default is not inspect.Parameter.empty
 
 
-@pytest.mark.parametrize("name", list(own_names(Theirs, nn.Module)))
+@each_row("name", list(own_names(Theirs, nn.Module)))
 def test_of_the_wrapper(name: str) -> None:
     """What FSDP1's class defines is defined here, in the same way: static, an attribute, or a method of the same call."""
     getattr(Ours, name)  # what an add-on has comes with the first use
@@ -78,7 +78,7 @@ def test_of_the_wrapper(name: str) -> None:
         demand_same_call(getattr(Ours, name), expected)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@each_row("module", MODULES)
 def test_public_names(module: str) -> None:
     """What a module of FSDP1 exports is in the one of the same name here."""
     theirs, ours = importlib.import_module(module), importlib.import_module(MODULES[module])
@@ -100,7 +100,7 @@ def functions_and_classes() -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
-@pytest.mark.parametrize(("module", "name"), list(functions_and_classes()))
+@each_row(("module", "name"), list(functions_and_classes()))
 def test_calls(module: str, name: str) -> None:
     """Each function and each class of those modules is called in the same way."""
     theirs = getattr(importlib.import_module(module), name)
@@ -116,7 +116,7 @@ def test_calls(module: str, name: str) -> None:
     assert mine[: len(theirs_are)] == theirs_are
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     list(own_names(torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, torch.amp.GradScaler)),
 )
@@ -126,7 +126,7 @@ def test_of_the_scaler(name: str) -> None:
     demand_same_call(getattr(ShardedGradScaler, name), theirs)
 
 
-@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
+@each_row("name", ["ModuleWrapPolicy", "CustomPolicy"])
 def test_of_the_policies(name: str) -> None:
     """The policies have the same bases by name, and their methods the same calls."""
     theirs, ours = getattr(torch.distributed.fsdp.wrap, name), getattr(flatparam.wrap, name)

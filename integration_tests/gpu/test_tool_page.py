@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from each_row import each_row
 from gpu import page as pages
 from gpu.backend import judged
 from gpu.contenders import REFERENCE
@@ -67,7 +68,7 @@ def test_a_failure_is_written_down_and_the_others_go_on(tmp_path: Path) -> None:
     assert "python tools/gpu --only losses --device cpu" in text
 
 
-@pytest.mark.parametrize("found", [DIFFERENT, ArithmeticError("no losses")], ids=["different", "failed"])
+@each_row("found", [DIFFERENT, ArithmeticError("no losses")], ids=["different", "failed"])
 def test_the_status_is_not_0_without_the_same_losses(tmp_path: Path, found: Any) -> None:
     """Losses that differ fail the run, and so do losses that nobody knows."""
     assert measure_all([measurement("losses, threads", found)], PLAN, FACTS, tmp_path / "x.json") == 1

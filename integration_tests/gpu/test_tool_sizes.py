@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bench.workloads import WORKLOADS, stack
+from each_row import each_row
 from gpu.formula import Bytes, Units, full_shard, shard_grad_op
 from gpu.place import ranks_for
 from gpu.sizes import BYTES_OF_TRAINING, MOST_WIDTH, SHARE, size_for
@@ -13,7 +14,7 @@ UNIT = 2**20
 """Elements of a unit: four MiB in fp32, of which one is gathered ahead and no second."""
 
 
-@pytest.mark.parametrize(("gigabytes", "ranks"), [(4, 1), (12, 1), (24, 4)])
+@each_row(("gigabytes", "ranks"), [(4, 1), (12, 1), (24, 4)])
 def test_a_model_fits_into_its_share(gigabytes: int, ranks: int) -> None:
     """As many as are trained at once have room in their share of the memory, and one a step wider would not."""
     size = size_for(gigabytes * 10**9, 6, ranks)
@@ -28,7 +29,7 @@ def test_an_unknown_memory_gets_the_smallest_model() -> None:
     assert size_for(0, 6, 1).width == 128
 
 
-@pytest.mark.parametrize(("devices", "ranks"), [(0, 1), (1, 1), (2, 2), (3, 2), (7, 4), (8, 8), (16, 8)])
+@each_row(("devices", "ranks"), [(0, 1), (1, 1), (2, 2), (3, 2), (7, 4), (8, 8), (16, 8)])
 def test_ranks_are_a_power_of_two(devices: int, ranks: int) -> None:
     """Of several devices as many are used as the largest power of two, and at most eight."""
     assert ranks_for(devices) == ranks

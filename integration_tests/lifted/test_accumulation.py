@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload as TorchOffload
 from torch.distributed.fsdp import MixedPrecision as TorchPrecision
@@ -79,7 +80,7 @@ def test_l08_sums_wait_in_the_reduction_dtype(use_orig_params: bool) -> None:
 
 
 @both_exposures
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@each_row("reduce_dtype", [torch.float32, torch.bfloat16, None], ids=str)
 def test_l08_bits_of_a_sum_in_the_reduction_dtype(
     use_orig_params: bool, reduce_dtype: torch.dtype | None
 ) -> None:

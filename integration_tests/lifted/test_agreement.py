@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, ForwardingCollectives, RecordingCollectives, run_threads
@@ -117,8 +118,8 @@ def compared(group: Collectives, units: int) -> tuple[list[list[Any]], list[dict
     return exchanges, reduced
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("units", [2, 5])
+@each_row("ranks", [2, 3, 8])
+@each_row("units", [2, 5])
 def test_l49_one_comparison_for_each_step(ranks: int, units: int) -> None:
     """From the second step on the ranks compare once: 16 bytes and a flag for each parameter, however many they are."""
     for exchanges, reduced in run_threads(ranks, compared, units):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 
@@ -113,8 +114,8 @@ def test_l46_torch_misses_tensors_in_objects(processes: Outcomes) -> None:
     processes.assert_raised(torch_l46_inside, "RuntimeError", "out of bounds for storage of size 0")
 
 
-@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("make", OUTPUTS.values(), ids=OUTPUTS)
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_l46_a_unit_returns_any_object(make: Callable[[Tensor], Any], strategy: str) -> None:
     """A unit may return its tensors in objects of any class, also hidden ones; it trains to the same bits."""
 
@@ -136,7 +137,7 @@ class AtRoot(nn.Module):
         return tensor_in(self.odd(x))
 
 
-@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+@each_row("make", OUTPUTS.values(), ids=OUTPUTS)
 def test_l46_a_root_returns_any_object(make: Callable[[Tensor], Any]) -> None:
     """The same of the outermost wrapper, whose caller takes the tensor out."""
 
@@ -226,8 +227,8 @@ def changed_alone(change: Change) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("original", [False, True])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_row("original", [False, True])
 def test_l56_a_step_between_the_passes_is_told(strategy: str, original: bool) -> None:
     """Backward raises on every rank, naming the unit; what was changed stays, and training goes on to the same bits."""
 
@@ -245,8 +246,8 @@ def test_l56_a_step_between_the_passes_is_told(strategy: str, original: bool) ->
         assert_same_tensors(state, changed_alone(add), "after training:")
 
 
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("original", [False, True])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_l56_replaced_data(strategy: str, original: bool) -> None:
     """Other data for what the optimizer holds is told of in backward, or counts from the next forward on."""
 
@@ -270,7 +271,7 @@ def test_l56_replaced_data(strategy: str, original: bool) -> None:
         assert_same_tensors(state, changed_alone(replace_data), "after training:")
 
 
-@pytest.mark.parametrize("change", [add, replace_data])
+@each_row("change", [add, replace_data])
 def test_l56_full_parameters_are_a_copy(change: Change) -> None:
     """What is done to the full parameters that a root shows between passes is refused, or dropped with them."""
 
@@ -294,7 +295,7 @@ def test_l56_full_parameters_are_a_copy(change: Change) -> None:
         assert_same_tensors(state, changed_alone(lambda parameters: None), "after training:")
 
 
-@pytest.mark.parametrize("failed", [False, True], ids=["between the passes", "after a failed backward"])
+@each_row("failed", [False, True], ids=["between the passes", "after a failed backward"])
 def test_l56_an_optimizer_made_late(failed: bool) -> None:
     """An optimizer that is made while a root shows full parameters trains the model; torch's is refused."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -116,8 +117,8 @@ def alone_on_four() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("foreach", [None, False, True])
+@each_row("norm_type", [2.0, 1.0, math.inf])
+@each_row("foreach", [None, False, True])
 def test_l36_every_unit_over_its_own_group(norm_type: float, foreach: bool | None) -> None:
     """Where three units have three groups, the norm is that of all gradients, on every rank, and all are clipped by it.
 
@@ -144,7 +145,7 @@ def test_l36_every_unit_over_its_own_group(norm_type: float, foreach: bool | Non
     assert all(torch.equal(norm, norms[0]) for norm in norms)
 
 
-@pytest.mark.parametrize("original", [False, True])
+@each_row("original", [False, True])
 def test_l36_a_norm_that_is_not_finite(original: bool) -> None:
     """error_if_nonfinite raises on every rank, names the rank and the parameter, and changes nothing."""
 
@@ -163,8 +164,8 @@ def test_l36_a_norm_that_is_not_finite(original: bool) -> None:
     assert run_threads(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("inputs", [1, 4])
+@each_row("original", [False, True])
+@each_row("inputs", [1, 4])
 def test_l36_one_dtype_on_every_rank(inputs: int, original: bool) -> None:
     """The norm has one dtype and value on all ranks, also where one holds no element of any parameter."""
 
@@ -245,8 +246,8 @@ def bf16() -> nn.Module:
     return seeded(lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).bfloat16())
 
 
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
+@each_row("original", [False, True])
+@each_row("dropped", [False, True])
 def test_l55_gradients_that_one_rank_has_not(original: bool, dropped: bool) -> None:
     """Full bf16 gradients are shown on every rank; where one has dropped its own, zeros stand for them."""
 

@@ -6,9 +6,9 @@ import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
@@ -122,7 +122,7 @@ def hooked(
     return made
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_row("strategy", STRATEGIES)
 def test_l29_a_hook_for_the_reduction_in_every_strategy(strategy: str) -> None:
     """A hook that reduces as the collective does trains to the same bits, and is called for every unit and step."""
     of_ranks = []
@@ -136,7 +136,7 @@ def test_l29_a_hook_for_the_reduction_in_every_strategy(strategy: str) -> None:
     assert [calls.count for calls in of_ranks] == [3 * 3] * ranks
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2] + STRATEGIES[3:])
+@each_row("strategy", STRATEGIES[:2] + STRATEGIES[3:])
 def test_l29_a_hook_for_the_gather(strategy: str) -> None:
     """A hook that gathers as the collective does trains to the same bits."""
     of_ranks = []
@@ -150,7 +150,7 @@ def test_l29_a_hook_for_the_gather(strategy: str) -> None:
     assert all(calls.count >= 3 * 3 for calls in of_ranks)
 
 
-@pytest.mark.parametrize("with_reduce", [False, True], ids=["alone", "beside one that reduces"])
+@each_row("with_reduce", [False, True], ids=["alone", "beside one that reduces"])
 def test_l29_a_hook_for_the_copies_of_a_shard(with_reduce: bool) -> None:
     """A hook that averages over the copies of a shard trains to the same bits, alone and beside one that reduces."""
 
@@ -202,7 +202,7 @@ def test_l35_a_hook_for_one_unit() -> None:
     assert [calls.count for calls in of_ranks] == [3, 3]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@each_row("strategy", STRATEGIES[:3])
 def test_l35_no_sync_of_one_unit(strategy: str) -> None:
     """Inside a unit's own no_sync the other units are reduced, and the next pass reduces what that unit collected."""
 
@@ -281,8 +281,8 @@ def test_l50_copies_are_summed_once_for_many_micro_batches() -> None:
         assert_same_tensors(gradients, gradients_of(model), "gradient")
 
 
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-@pytest.mark.parametrize("ranks", [2, 4])
+@each_row("factor", [1.0, 8.0])
+@each_row("ranks", [2, 4])
 def test_l50_another_divisor(factor: float, ranks: int) -> None:
     """The sum of the ranks' gradients is divided by the factor that the user sets, in a hybrid of four ranks too."""
 

@@ -7,8 +7,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -59,8 +59,8 @@ def through_a_file(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file], ids=["deepcopy", "torch.save"])
+@each_row("use_orig_params", [False, True])
+@each_row("copied", [copy.deepcopy, through_a_file], ids=["deepcopy", "torch.save"])
 def test_l45_a_copy_trains_alike(copied: Callable[[Any], Any], use_orig_params: bool) -> None:
     """After a pass a wrapped model is copied, and saved and read; the copy trains by itself, to the same bits."""
 
@@ -88,7 +88,7 @@ def test_l45_a_copy_trains_alike(copied: Callable[[Any], Any], use_orig_params: 
             assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("use_orig_params", [False, True])
 def test_l45_a_moving_average_of_shards(use_orig_params: bool) -> None:
     """torch's `AveragedModel` averages the shards of each rank, and computes as that of the unsharded model."""
 
@@ -121,7 +121,7 @@ def test_l30_torch_compresses_on_accelerators_only(processes: Outcomes) -> None:
     assert len(processes.errors(torch_l30_compress)) == 2
 
 
-@pytest.mark.parametrize("hook", [default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook])
+@each_row("hook", [default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook])
 def test_l30_hooks_compress_on_the_cpu(hook: Any) -> None:
     """The stock hooks average in 16 bits on the CPU: the mean of equal gradients is their rounding."""
 

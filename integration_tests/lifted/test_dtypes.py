@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
@@ -166,7 +167,7 @@ def test_l25_torch_holds_one_floating_dtype(processes: Outcomes, use_orig_params
 
 
 @both_exposures
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")
 def test_l25_several_dtypes_in_a_unit(strategy: str, use_orig_params: bool) -> None:
     """L-25: floats of three sizes and complex numbers train, integers and booleans are gathered: as unsharded."""
@@ -211,9 +212,7 @@ def test_l26_torch_refuses_numbers(processes: Outcomes, use_orig_params: bool) -
 
 
 @both_exposures
-@pytest.mark.parametrize(
-    "units", [(), (nn.Linear,), (Scalar.Temperature,)], ids=["whole", "layer", "number-alone"]
-)
+@each_row("units", [(), (nn.Linear,), (Scalar.Temperature,)], ids=["whole", "layer", "number-alone"])
 def test_l26_numbers_train(units: tuple[type[nn.Module], ...], use_orig_params: bool) -> None:
     """L-26: a parameter without a dimension trains, beside others or alone in a unit, and has no dimension anywhere."""
 

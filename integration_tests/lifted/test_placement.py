@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload as TorchOffload
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -57,7 +58,7 @@ def test_l31_torch_wants_an_accelerator(processes: Outcomes) -> None:
 
 
 @NO_ACCELERATOR
-@pytest.mark.parametrize("offload", [False, True])
+@each_row("offload", [False, True])
 def test_l31_the_cpu_needs_no_word(offload: bool) -> None:
     """Without device_id, and with CPU offload, a model on the CPU trains to the bits of the unsharded one."""
 
@@ -106,7 +107,7 @@ def test_l32_torch_refuses_two_devices(processes: Outcomes) -> None:
 
 
 @NO_ACCELERATOR
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Block, nn.Linear})], ids=["whole", "policy"])
+@each_row("policy", [None, ModuleWrapPolicy({Block, nn.Linear})], ids=["whole", "policy"])
 def test_l32_two_devices_become_one(policy: Any) -> None:
     """Parameters on two devices come together without a word of the user's, and the model trains to the same bits."""
 
@@ -163,7 +164,7 @@ def test_l51_torch_makes_whole_units(processes: Outcomes) -> None:
     assert [held[-1] for held in processes.values(torch_l51)] == [4 * LAYER_NBYTES] * 2
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["reset_parameters", "param_init_fn"])
+@each_row("own", [False, True], ids=["reset_parameters", "param_init_fn"])
 def test_l51_a_unit_is_made_layer_by_layer(own: bool) -> None:
     """A unit on the meta device is initialised with one layer in memory at a time, to the unsharded model's values."""
 

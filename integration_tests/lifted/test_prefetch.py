@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch as TorchPrefetch
 from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
@@ -187,7 +188,7 @@ BACKWARD_ORDER = ["1", "1.inner", "0", "0.inner"]
 """Without the root, which stays."""
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@each_row("depth", [1, 2, 3])
 def test_l47_several_units_ahead_in_the_forward_pass(depth: int) -> None:
     """forward_prefetch=k has the next k units on their way when a unit computes; it trains to the same bits."""
 
@@ -199,7 +200,7 @@ def test_l47_several_units_ahead_in_the_forward_pass(depth: int) -> None:
     assert_trains_as_one(levels, wrap)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@each_row("depth", [1, 2, 3])
 def test_l47_several_units_ahead_in_the_backward_pass(depth: int) -> None:
     """A plan with a backward depth of k has the next k units, nested ones too, on their way; the same gradients."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
@@ -302,8 +303,8 @@ def test_l28_changes_after_an_inner_context(use_orig_params: bool) -> None:
 
 
 @both_exposures
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("depth", [1, 2])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@each_row("depth", [1, 2])
 def test_l28_training_inside(depth: int, strategy: str, use_orig_params: bool) -> None:
     """L-28: forward and backward passes inside, in one context or two, train to the bits of the unsharded model."""
 
@@ -331,7 +332,7 @@ def test_l28_training_inside(depth: int, strategy: str, use_orig_params: bool) -
 
 
 @both_exposures
-@pytest.mark.parametrize("wishes", ALL, ids=told)
+@each_row("wishes", ALL, ids=told)
 def test_l28_forward_inside_each_combination(wishes: dict[str, bool], use_orig_params: bool) -> None:
     """L-28: forward inside uses what was changed there; it is refused only where parameters are shown as copies.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import ShardingStrategy
@@ -98,8 +99,8 @@ def test_l02_torch_fails_on_originals(processes: Outcomes) -> None:
 
 
 @both_exposures
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("build", BUILDS, ids=lambda build: build.__name__)
 def test_l02_ties_across_units_train(build: Build, strategy: str, use_orig_params: bool) -> None:
     """L-02: the weight stays one, under all of its names, and trains to the bits of the unsharded model."""
 
@@ -123,7 +124,7 @@ def test_l02_ties_across_units_train(build: Build, strategy: str, use_orig_param
 
 
 @both_exposures
-@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+@each_row("build", BUILDS, ids=lambda build: build.__name__)
 def test_l02_ties_accumulate(build: Build, use_orig_params: bool) -> None:
     """L-02: gradients from every use are summed in no_sync too: one step on the sum of several batches.
 

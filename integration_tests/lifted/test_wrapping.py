@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import wrap as torch_wrap
@@ -102,7 +103,7 @@ def test_l44_torch_wants_one_value_for_a_tree(processes: Outcomes, half: Half) -
     processes.assert_raised(half, "ValueError", "one homogeneous value")
 
 
-@pytest.mark.parametrize("original", [(True, False, False), (False, True, True)])
+@each_row("original", [(True, False, False), (False, True, True)])
 def test_l44_each_unit_as_it_was_wrapped(original: tuple[bool, bool, bool]) -> None:
     """The units of one model may differ in use_orig_params and limit_all_gathers; it trains to the same bits."""
 
@@ -164,7 +165,7 @@ def test_l53_nested_contexts() -> None:
     assert_trains_as_one(blocks, nested)
 
 
-@pytest.mark.parametrize("by_policy", [False, True])
+@each_row("by_policy", [False, True])
 def test_l53_a_list_is_named_in_a_warning(by_policy: bool) -> None:
     """Wrapping a ModuleList warns and says what to wrap instead; its layers still train to the same bits."""
 

@@ -64,12 +64,22 @@ TARGETS = [
     Case(4, "one unit", "FULL_SHARD", False, "whole"),
     Case(2, "layers", "SHARD_GRAD_OP", True, "row"),
 ]
+
+
+def is_short(at: int, number: int) -> bool:
+    """Whether a way is one of those that have each source once, and over the kinds each target."""
+    return at % len(TARGETS) == (at // len(TARGETS) + number) % len(TARGETS)
+
+
 BETWEEN = [
-    pytest.param(kind, source, target, id=f"{kind}: {source} to {target}")
-    # Of the others, each source and each target once.
+    pytest.param(
+        *(kind, source, target),
+        id=f"{kind}: {source} to {target}",
+        marks=[] if is_short(at, number) else pytest.mark.long,
+    )
     for number, kind in enumerate(OPTIMIZERS)
     for at, (source, target) in enumerate(itertools.product(SOURCES, TARGETS))
-    if not number or at % len(TARGETS) == (at // len(TARGETS) + number) % len(TARGETS)
+    if not number or is_short(at, number)
 ]
 
 

@@ -38,9 +38,13 @@ def test_fp32(name: str, setting: Setting) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_bf16(name: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(FOUR[1:3], id="two"), pytest.param(FOUR[::3], id="others", marks=pytest.mark.long)],
+)
+def test_bf16(name: str, settings: tuple[Setting, ...]) -> None:
     """Three steps of AdamW in bf16 mixed precision on two ranks have the bits of torch FSDP1's."""
-    for setting in FOUR:
+    for setting in settings:
         checks.check_bf16(name, setting.evolve(mixed=True))
 
 

@@ -11,7 +11,7 @@ CPU a reduction is over before the next unit gathers and computes, so that its m
 from __future__ import annotations
 
 import attrs
-import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import run_threads
@@ -110,8 +110,8 @@ FIRST_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "order"), BACKWARD)
-@pytest.mark.parametrize("ahead", [False, True])
+@each_row(("strategy", "order"), BACKWARD)
+@each_row("ahead", [False, True])
 def test_a_step(strategy: str, order: str | None, ahead: bool) -> None:
     """The second step of the chain, for every strategy and way of prefetching, is as written."""
     setting = Setting(strategy, forward_prefetch=ahead, backward_prefetch=order)
@@ -122,7 +122,7 @@ def test_a_step(strategy: str, order: str | None, ahead: bool) -> None:
     }
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_the_first_step_cannot_look_ahead(strategy: str) -> None:
     """In the first step nobody knows the order: no unit is gathered ahead in forward, and none kept for its backward.
 
@@ -133,8 +133,8 @@ def test_the_first_step_cannot_look_ahead(strategy: str) -> None:
     assert schedule(CHAIN, setting, step=0) == expected
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("ahead", [False, True])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_exposure_has_no_say(strategy: str, ahead: bool) -> None:
     """With use_orig_params=True the schedule is the same."""
     flat, original = (
@@ -213,7 +213,7 @@ RECOMPUTED = """
 """
 
 
-@pytest.mark.parametrize("name", ["checkpoint-around-unit", "checkpoint-in-unit", "reentrant-in-unit"])
+@each_row("name", ["checkpoint-around-unit", "checkpoint-in-unit", "reentrant-in-unit"])
 def test_checkpointing(name: str) -> None:
     """Recomputation finds the parameters where the unit's own backward has them: the schedule is that without it."""
     expected = {"forward": lines(CHECKPOINTED), "backward": lines(RECOMPUTED)}
@@ -239,7 +239,7 @@ def test_reentrant_checkpointing_around_a_unit() -> None:
     assert schedule(named("reentrant-around-unit"), Setting("FULL_SHARD")) == expected
 
 
-@pytest.mark.parametrize("name", ["checkpoint-around-unit", "reentrant-around-unit"])
+@each_row("name", ["checkpoint-around-unit", "reentrant-around-unit"])
 def test_checkpointing_shard_grad_op(name: str) -> None:
     """SHARD_GRAD_OP gathers each unit once, also where its forward pass runs without recording, to be repeated."""
     forward = [event for event in lines(CHECKPOINTED) if "reshard" not in event]
@@ -247,7 +247,7 @@ def test_checkpointing_shard_grad_op(name: str) -> None:
     assert schedule(named(name), Setting("SHARD_GRAD_OP")) == {"forward": forward, "backward": backward}
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation(strategy: str) -> None:
     """Without recording every unit is freed when it ends, the root too: the next pass may follow a step."""
     forward = "unshard (root) use (root) unshard 1 use 1 reshard 1 unshard 2 use 2 reshard 2 reshard (root)"

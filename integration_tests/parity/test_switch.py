@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, run_threads
@@ -46,9 +46,9 @@ def local_gradients(ranks: int, flat: bool, precise_on: int | None) -> Named:
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-@pytest.mark.parametrize("precise_on", [None, 0, 1], ids=["nowhere", "rank 0", "rank 1"])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("original", [False, True], ids=["flat", "original"])
+@each_row("precise_on", [None, 0, 1], ids=["nowhere", "rank 0", "rank 1"])
 def test_what_was_collected_by_other_units_is_reduced_too(
     strategy: str, original: bool, precise_on: int | None
 ) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from each_row import each_row
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, run_threads
 from flatparam_runtime import units_in
@@ -145,7 +146,7 @@ def test_no_sync_without_freeing() -> None:
         }
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@each_row("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation(strategy: str) -> None:
     """Evaluation gathers everything once, and compares what the ranks did; it sends nothing else."""
     for F, _, found in run_threads(3, sent, "transformer", Setting(strategy), evaluate):

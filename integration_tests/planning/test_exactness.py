@@ -29,13 +29,18 @@ def errors_of(name: str, **chosen: Any) -> dict[str, int]:
     return rehearse(program, setup).costs.errors(measure(program, setup, setup.topology()))
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+def configurations(*short: str) -> list[Any]:
+    """The names of all; those that are not named here are long."""
+    return [each if each in short else pytest.param(each, marks=pytest.mark.long) for each in CONFIGURATIONS]
+
+
+@pytest.mark.parametrize("name", configurations("mixture", "bert", "adapted"))
 def test_each_transformer_as_the_page_shows_it(name: str) -> None:
     """The ten configurations of the page have no error."""
     assert errors_of(name, **CONFIGURATIONS[name].settings) == {}
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", configurations("parallel", "translator", "vision"))
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_each_transformer_on_four_ranks(name: str, use_orig_params: bool) -> None:
     """Both exposures, three steps."""
@@ -141,7 +146,7 @@ def setups(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return name, chosen
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(setups())
 def test_a_plan_is_what_happens(chosen: tuple[str, dict[str, Any]]) -> None:
     """Any transformer under any setup: plan and run are equal in every number."""

@@ -33,7 +33,9 @@ FSDP2 = [
 ]
 
 
-@pytest.mark.parametrize("programs", [FSDP1, FSDP2], ids=["FSDP1", "FSDP2"])
+@pytest.mark.parametrize(
+    "programs", [pytest.param(FSDP1, id="FSDP1", marks=pytest.mark.long), pytest.param(FSDP2, id="FSDP2")]
+)
 def test_controls_have_no_findings(programs: list[Program]) -> None:
     """Nothing is found in torch's own libraries, and they compute on the device what they compute on the CPU."""
     for outcomes in on_simulated(2, run, programs):

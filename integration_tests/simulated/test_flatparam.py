@@ -82,17 +82,25 @@ MENDED: Final[dict[str, Program]] = {
 }
 """What used to race, to crash or to compute other numbers, and is named after it."""
 
+LONG: Final = ("strategies", "sums", "looking")
+"""The families of which each run of the tests has two programs."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+SHORT: Final = {"some of the long ones": [FAMILIES[family][at] for family in LONG for at in (2, 3)]}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=pytest.mark.long) if each in LONG else each for each in (*FAMILIES, *SHORT)],
+)
 def test_flatparam_has_no_findings(family: str) -> None:
     """Each program of the family has no findings, and computes on the device what it computes on the CPU."""
-    _check(FAMILIES[family])
+    _check((FAMILIES | SHORT)[family])
 
 
-@pytest.mark.parametrize("about", MENDED)
-def test_what_was_mended(about: str) -> None:
-    """The program has no findings, and computes on the device what it computes on the CPU."""
-    _check([MENDED[about]])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_mended(ranks: int) -> None:
+    """Each program has no findings, and computes on the device what it computes on the CPU."""
+    _check([program for program in MENDED.values() if program.ranks == ranks])
 
 
 def _check(programs: list[Program]) -> None:

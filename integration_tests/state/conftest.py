@@ -13,9 +13,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """One world of processes for each number of ranks; the workers of one pytest run share them."""
     jobs: dict[int, list[Job]] = {}
     for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and isinstance(callspec.params.get("job"), Job):
-            jobs.setdefault(callspec.params["size"], []).append(callspec.params["job"])
+        if hasattr(getattr(item, "function", None), "jobs"):
+            jobs.setdefault(item.callspec.params["size"], []).extend(item.function.jobs)
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent

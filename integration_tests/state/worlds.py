@@ -55,21 +55,21 @@ class Job:
 
 
 def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
-    """Make a test of a function that every rank of a world of each of these sizes calls, with each combination of `axes`."""
+    """Make a test, for each size of a world, of a function that its ranks call with each combination of `axes`."""
     cases = [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
     def decorate(body: Body) -> Any:
-        jobs = [(size, _job(body, case)) for size in sizes for case in cases]
+        jobs = [_job(body, case) for case in cases]
 
-        def test(worlds: Worlds, size: int, job: Job) -> None:
-            worlds.demand(size, job)
+        def test(worlds: Worlds, size: int) -> None:
+            worlds.demand(size, jobs)
 
         test.__name__ = test.__qualname__ = body.__name__
         test.__doc__ = body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
-        ids = [f"{size}-{job.case}" if job.case else str(size) for size, job in jobs]
-        return pytest.mark.processes(pytest.mark.parametrize(("size", "job"), jobs, ids=ids)(test))
+        test.jobs = jobs  # type: ignore[attr-defined]
+        return pytest.mark.processes(pytest.mark.parametrize("size", sizes)(test))
 
     return decorate
 
@@ -90,13 +90,17 @@ class Worlds:
     """Shared by the processes of one pytest run."""
     outcomes: dict[int, dict[tuple[str, str, str], list[str | None]]] = attrs.field(factory=dict)
 
-    def demand(self, size: int, job: Job) -> None:
-        """Fail where a rank failed in this job, with its traceback."""
+    def demand(self, size: int, jobs: Sequence[Job]) -> None:
+        """Fail where a rank failed in one of these jobs, with its traceback."""
         if size not in self.outcomes:
             files = self.once("files", self._write)
             self.outcomes[size] = self.once(f"world-{size}", lambda: self._run(size, files))
-        errors = self.outcomes[size][job.module, job.name, job.case]
-        told = [f"rank {rank} of {size}:\n{error}" for rank, error in enumerate(errors) if error is not None]
+        told = [
+            f"{job.case or job.name}, rank {rank} of {size}:\n{error}"
+            for job in jobs
+            for rank, error in enumerate(self.outcomes[size][job.module, job.name, job.case])
+            if error is not None
+        ]
         if told:
             pytest.fail("\n".join(told), pytrace=False)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_certify.certificate import Certificate, CertifiedRun, Finding
@@ -42,7 +42,7 @@ def test_any_order_of_a_sum_is_right() -> None:
             assert found.how in ("equal", "order")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "code", "text"),
     [
         (lambda parts: 2 * parts.sum((0, 1)), "factor", "2 (the size of dp_shard) times the right one"),
@@ -90,7 +90,7 @@ def test_gradients_that_are_wrong(make: object, code: str, text: str) -> None:
     assert told(found) == [(code, text, [0, 1])]
 
 
-@pytest.mark.parametrize(("dtype", "shown"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@each_row(("dtype", "shown"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_formats_of_sums_are_told_apart(dtype: torch.dtype, shown: str) -> None:
     """By values that are numbers of the format, and by the error if a division has hidden them."""
     wanted = expected(3, 4, numel=400)

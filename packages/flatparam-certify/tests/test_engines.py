@@ -8,6 +8,7 @@ from pathlib import Path
 import faults
 import programs
 import pytest
+from each_row import each_row
 from torch import nn
 
 from flatparam_certify import CertifyError, certify
@@ -103,7 +104,7 @@ def test_an_engine_that_returns_neither() -> None:
     assert "expected a torch.nn.Module or a flatparam_certify.Trainer, found str" in found.findings[0].text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("case", "engine", "mesh", "told"),
     [
         (programs.CASE, "torch-ddp", "tp=2", "expected a mesh of dp_replicate and dp_shard, found tp=2"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_checkpoint import Checkpointer
@@ -19,7 +20,7 @@ MODEL = nn.Linear(2, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "error", "message"),
     [
         ({"keep": "2"}, ValueError, "expected keep to be None or a number of at least 1, found '2'"),
@@ -59,7 +60,7 @@ def test_wrong_arguments(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("step", [-1, 2**63, 1.0, "1", True])
+@each_row("step", [-1, 2**63, 1.0, "1", True])
 def test_wrong_steps(tmp_path: Path, step: Any) -> None:
     """A step that no checkpoint can have is refused before anything is written."""
     checkpointer = Checkpointer(tmp_path / "run", ranks=SingleCollectives())
@@ -85,7 +86,7 @@ def test_a_relative_directory_stays_where_it_is(tmp_path: Path, monkeypatch: pyt
     assert not any((tmp_path / "other").iterdir())
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@each_row("asynchronous", [False, True])
 def test_a_private_directory(asynchronous: bool, tmp_path: Path) -> None:
     """With `private`, nobody but its owner can enter the directory, a checkpoint in it, or read a file, while saving too."""
     seen: set[int] = set()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_checkpoint.save.contribution import Contribution
@@ -36,7 +37,7 @@ class Gate:
             assert self.opened.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("use_orig_params", [False, True])
 def test_training_goes_on_while_it_is_written(use_orig_params: bool, tmp_path: Path) -> None:
     """The writer is held until parameters, optimizer and extra have changed: the values of the call are saved."""
     setup = Setup(2, use_orig_params=use_orig_params)
@@ -83,7 +84,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
         assert verify_checkpoint(tmp_path / f"step-{step:08d}").is_sound
 
 
-@pytest.mark.parametrize("call", ["save", "wait", "close", "load"])
+@each_row("call", ["save", "wait", "close", "load"])
 def test_a_failure_surfaces_at_the_next_call(call: str, tmp_path: Path) -> None:
     """Whichever it is, on every rank, once; then all is as if that save had not been."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives
@@ -16,7 +16,7 @@ from flatparam_state import ShardedEMA, model_state_dict
 from .beneath import DECAY, Setup, change, whole
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@each_row("shards", [1, 2, 4])
 def test_averages(shards: int, tmp_path: Path, use_orig_params: bool) -> None:
     """On four ranks, with any number of them to a shard, averages are torch's, and a state of them loads at two."""
     setup = Setup(world_size=4, shards=shards, use_orig_params=use_orig_params)

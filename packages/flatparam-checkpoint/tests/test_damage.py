@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_checkpoint import Checkpointer
@@ -262,7 +263,7 @@ def test_another_model_is_refused(root: Path) -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.parametrize("own_group", [False, True])
+@each_row("own_group", [False, True])
 def test_new_parameters_have_no_optimizer_state_yet(own_group: bool, tmp_path: Path) -> None:
     """`strict=False` with an optimizer: what was saved is loaded, new parameters have their group's settings."""
 

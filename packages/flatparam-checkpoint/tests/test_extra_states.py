@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_checkpoint import Checkpointer
@@ -123,8 +124,8 @@ def test_an_extra_state(what: str, use_orig_params: bool, tmp_path: Path) -> Non
             assert_same(found, [STATES[what]()] * 3)
 
 
-@pytest.mark.parametrize("through", ["flatparam", "torch"])
-@pytest.mark.parametrize("what", ["tensor", "none", "bytes", "list", "tuple", "number"])
+@each_row("through", ["flatparam", "torch"])
+@each_row("what", ["tensor", "none", "bytes", "list", "tuple", "number"])
 def test_an_extra_state_is_converted(what: str, through: str, tmp_path: Path) -> None:
     """A checkpoint that was made of ours, or of the file of torch that was made of it, has it too."""
     model = nn.Sequential(Scaled(STATES[what]()))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_checkpoint import Checkpointer
@@ -119,8 +120,8 @@ class Blockwise(torch.optim.Optimizer):
                     }
 
 
-@pytest.mark.parametrize("scale", [1, 400], ids=["in the manifest", "in a file"])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("scale", [1, 400], ids=["in the manifest", "in a file"])
+@each_row("use_orig_params", [False, True])
 def test_states_that_cannot_be_cut_anew(use_orig_params: bool, scale: int, tmp_path: Path) -> None:
     """They come back to a rank with the same part of the parameter; another part is refused, with what to do."""
     setup = Setup(2, use_orig_params=use_orig_params, make=lambda p: Blockwise(p, scale))
@@ -237,7 +238,7 @@ class Pair(nn.Module):
             self.second.weight = self.first.weight
 
 
-@pytest.mark.parametrize("same", [True, False])
+@each_row("same", [True, False])
 def test_two_tensors_for_a_tied_parameter(tmp_path: Path, same: bool) -> None:
     """A model that ties what was saved apart takes equal values; if they differ, it refuses them, or takes the first."""
     saved, tied = Pair(tied=False), Pair(tied=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each_row import each_row
 
 from flatparam_checkpoint.load import load_session
 from flatparam_files import CheckpointError, open_checkpoint, verify_checkpoint
@@ -45,7 +46,7 @@ def damage(path: Path, how: str) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("what", ["manifest", "latest", "no latest"])
+@each_row("what", ["manifest", "latest", "no latest"])
 def test_what_stands_for_a_damaged_checkpoint_is_a_problem(what: str, tmp_path: Path) -> None:
     """Whoever opens the directory of a run is warned, and it is not sound, if an older checkpoint is used instead."""
     saved(tmp_path, 10)
@@ -116,7 +117,7 @@ def test_manifests_without_a_number(tmp_path: Path) -> None:
     assert SmallRun(root).checkpointer.steps() == [5, 15, 20]
 
 
-@pytest.mark.parametrize("how", ["manifest", "tensors", "no tensors"])
+@each_row("how", ["manifest", "tensors", "no tensors"])
 def test_a_damaged_checkpoint_in_the_way(how: str, tmp_path: Path) -> None:
     """A job that began anew before it saves that step again; what was there is kept under a name that says so."""
     root = tmp_path / "run"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from each_row import each_row
 
 import flatparam_checkpoint
 import flatparam_files
@@ -26,7 +27,7 @@ def promised(module: str) -> set[str]:
     return {*json.loads(FROZEN.read_text(encoding="utf-8"))[module]}
 
 
-@pytest.mark.parametrize("name", sorted({*flatparam_checkpoint.__all__}.difference(OF_THE_WRAPPER)))
+@each_row("name", sorted({*flatparam_checkpoint.__all__}.difference(OF_THE_WRAPPER)))
 def test_promised_names_are_this_packages(name: str) -> None:
     """Each is listed where it is promised, is the same object as here, and comes without a warning."""
     with warnings.catch_warnings():
@@ -41,7 +42,7 @@ def test_names_of_the_wrapper_are_still_promised() -> None:
     assert {*OF_THE_WRAPPER, "Checkpointer", "Loaded", "CheckpointError"} <= promised("flatparam")
 
 
-@pytest.mark.parametrize("name", flatparam_state.checkpoint.__all__)
+@each_row("name", flatparam_state.checkpoint.__all__)
 def test_the_older_module_of_checkpoints(name: str) -> None:
     """`flatparam_state.checkpoint`, which pages named, has the same objects."""
     home = flatparam_checkpoint if name in flatparam_checkpoint.__all__ else flatparam_files
@@ -74,7 +75,7 @@ def test_a_name_is_taken_from_here_when_it_is_asked_for() -> None:
     assert (done.stdout, done.stderr) == ("[]\nflatparam_checkpoint.checkpointer True\n", "")
 
 
-@pytest.mark.parametrize("name", ["pretrained", "checkpoint.save", "checkpoint.load"])
+@each_row("name", ["pretrained", "checkpoint.save", "checkpoint.load"])
 def test_no_layer_has_a_module_under_the_old_name(name: str) -> None:
     """No page named these modules; whoever imports one is told that it is gone."""
     with pytest.raises(ModuleNotFoundError, match=name):

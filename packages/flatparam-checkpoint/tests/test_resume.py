@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import SingleCollectives
@@ -59,8 +60,8 @@ def test_every_optimizer(name: str, to_originals: bool, tmp_path: Path) -> None:
         assert_equal_state(later, expected[1])
 
 
-@pytest.mark.parametrize("make", [Keeper, Ticker])
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("make", [Keeper, Ticker])
+@each_row("use_orig_params", [False, True])
 def test_odd_optimizer_states(make: Any, use_orig_params: bool, tmp_path: Path) -> None:
     """Strings, None, numbers, lists and counters beside tensors."""
     setup = Setup(2, use_orig_params=use_orig_params, make=make)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives, RankError
@@ -364,7 +365,7 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).manifest.step == 10
 
 
-@pytest.mark.parametrize("step", [0, 10**8, 1_764_000_000_000_000_000, 2**63 - 1])
+@each_row("step", [0, 10**8, 1_764_000_000_000_000_000, 2**63 - 1])
 def test_steps_of_any_length_are_found(step: int, tmp_path: Path) -> None:
     """A step may be as large as the time in nanoseconds: what is saved is listed, loaded and replaced."""
     run = SmallRun(tmp_path)
@@ -416,7 +417,7 @@ def test_a_place_that_one_rank_cannot_look_at(
         run_threads(2, run)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@each_row("asynchronous", [False, True])
 def test_ranks_that_save_different_steps(asynchronous: bool, tmp_path: Path) -> None:
     """Every rank raises the one error, which names both steps, and nothing is written; the next save succeeds."""
 

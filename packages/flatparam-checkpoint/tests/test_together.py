@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_checkpoint import Checkpointer
@@ -114,7 +115,7 @@ OPTIONS: dict[str, tuple[Callable[[int, nn.Module, torch.optim.Optimizer], dict[
 }
 
 
-@pytest.mark.parametrize("what", OPTIONS)
+@each_row("what", OPTIONS)
 def test_checkpointers_that_differ(what: str, tmp_path: Path) -> None:
     """The same for what ranks gave to their `Checkpointer`: `save` and `load` say it, and nothing is written."""
     options, expected = OPTIONS[what]
@@ -184,12 +185,10 @@ class InterruptAt:
             raise self.error("stop")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize(
-    "moment", [Moment.LOCKED, Moment.PIECE_WRITTEN, Moment.REPORTED, Moment.MANIFEST_WRITTEN]
-)
+@each_row("asynchronous", [False, True])
+@each_row("rank", [0, 1])
+@each_row("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@each_row("moment", [Moment.LOCKED, Moment.PIECE_WRITTEN, Moment.REPORTED, Moment.MANIFEST_WRITTEN])
 def test_an_interrupt_while_saving(
     moment: Moment, error: type[BaseException], rank: int, asynchronous: bool, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.fsdp._debug_utils as their_debug
 import torch.distributed.fsdp._trace_utils as their_trace
 import torch.fx
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -43,7 +44,7 @@ def test_stopwatch(monkeypatch: pytest.MonkeyPatch, profiler: Any) -> None:
     assert dict(profiler.results) == {}
 
 
-@pytest.mark.parametrize("profiler", PROFILERS, ids=["ours", "torch's"])
+@each_row("profiler", PROFILERS, ids=["ours", "torch's"])
 def test_stopwatch_is_not_started_twice(profiler: Any) -> None:
     """S-003: the same seconds are not counted twice: it is an AssertionError, and the first goes on."""
     with profiler.profile("x"):
@@ -182,7 +183,7 @@ def traced(utils: Any, model: nn.Module) -> Any:
     )
 
 
-@pytest.mark.parametrize("make", [mlp, Own, Outer, lambda: Block().mlp])
+@each_row("make", [mlp, Own, Outer, lambda: Block().mlp])
 def test_order_of_a_traced_forward_is_torchs(make: Any) -> None:
     """S-128: the modules, what each uses, and the parameters in their order are those of torch's tracer."""
     model = make()

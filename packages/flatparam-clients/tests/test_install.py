@@ -21,6 +21,7 @@ import torch.distributed.fsdp as package
 import torch.distributed.fsdp.fully_sharded_data_parallel as home
 import torch.distributed.fsdp.sharded_grad_scaler
 import torch.distributed.fsdp.wrap
+from each_row import each_row
 from torch import Tensor, nn
 
 import flatparam
@@ -351,7 +352,7 @@ def test_new_processes_install_it() -> None:
 # Torch's objects are taken, installed or not
 
 
-@pytest.mark.parametrize("when", ["never", "before"])
+@each_row("when", ["never", "before"])
 def test_torchs_objects_are_taken(when: str) -> None:
     """Enums, configurations, policies and settings of torch's classes mean what ours mean, installed or not."""
     if when == "before":
@@ -390,9 +391,7 @@ def test_torchs_objects_are_taken(when: str) -> None:
     assert second[0] == 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"]
-)
+@each_row("kind", ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])
 def test_members_equal_torchs(kind: str) -> None:
     """A member equals torch's of the same name from both sides, also as a key; others differ."""
     ours, theirs = getattr(flatparam, kind), EARLY[kind]

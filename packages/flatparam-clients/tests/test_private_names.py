@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as torchs_fsdp
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -64,7 +65,7 @@ def test_an_unexpected_state_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(("depth", "ahead"), [(1, 1), (2, 2)])
+@each_row(("depth", "ahead"), [(1, 1), (2, 2)])
 def test_how_far_ahead_units_are_gathered(depth: int, ahead: int) -> None:
     """L-47: the two limits of `_exec_order_data` say how many units are gathered ahead."""
 

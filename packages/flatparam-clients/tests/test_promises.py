@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
+from each_row import each_row
 from torch import nn
 
 import flatparam
@@ -46,7 +46,7 @@ def said(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", flatparam_clients.__all__)
+@each_row("name", flatparam_clients.__all__)
 def test_promised_names_are_this_packages(name: str) -> None:
     """Each is found where it was, is the same object as here, and comes without a warning."""
     module = flatparam if hasattr(flatparam, name) else default_hooks
@@ -58,14 +58,14 @@ def test_promised_names_are_this_packages(name: str) -> None:
     assert name in module.__all__
 
 
-@pytest.mark.parametrize(("theirs", "ours", "name"), ELSEWHERE)
+@each_row(("theirs", "ours", "name"), ELSEWHERE)
 def test_names_elsewhere(theirs: str, ours: str, name: str) -> None:
     """S-003: what torch has beside the wrapper is in a module of the same name here, and is not torch's."""
     found = getattr(importlib.import_module(f"flatparam.{ours}"), name)
     assert found is not getattr(importlib.import_module(f"torch.distributed.{theirs}"), name)
 
 
-@pytest.mark.parametrize("old", [*addons._MOVED, "flatparam.private._common_utils"])
+@each_row("old", [*addons._MOVED, "flatparam.private._common_utils"])
 def test_modules_under_their_old_names(old: str) -> None:
     """A module that has moved is found under its old name, however it is imported: the very same module."""
     new = importlib.import_module(addons._new_name(old) or "")
@@ -89,7 +89,7 @@ def test_the_first_import_of_a_module_that_has_moved() -> None:
     assert said(program) == "True True flatparam_clients.private._trace_utils\n"
 
 
-@pytest.mark.parametrize(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter_names)])
+@each_row(("owner", "home"), [(FSDP, wrapper_names), (FlatParameter, flat_parameter_names)])
 def test_the_tables_of_promised_attributes(owner: type, home: object) -> None:
     """The wrapper's table names all attributes that are here, and no others; each becomes the one that is here."""
     names = addons._OF_WRAPPERS if owner is FSDP else addons._OF_FLAT_PARAMETERS
@@ -99,28 +99,36 @@ def test_the_tables_of_promised_attributes(owner: type, home: object) -> None:
         assert vars(owner)[name] is value
 
 
-@pytest.mark.parametrize(
-    ("use", "expected"),
-    [
-        ("model._handle.flat_param is model._flat_param", "True"),
-        ("model._flat_param._param_infos[0].param_name", "weight"),
-        ("hasattr(model._flat_param, '_mp_shard')", "False"),
-        ("hasattr(model._unit.handles[0].flat_param, '_params')", "True"),
-        ("flatparam.FullyShardedDataParallel.full_optim_state_dict.__name__", "full_optim_state_dict"),
-        ("hasattr(type('Mine', (flatparam.FullyShardedDataParallel,), {}), '_all_handles')", "True"),
-        ("setattr(model, '_sync_gradients', False) or model._unit.reducer.synchronises", "False"),
-        ("setattr(model, '_assert_state', 3) or model._assert_state", "3"),
-        ("model.training_state.name", "IDLE"),
-    ],
-)
-def test_the_first_use_of_a_promised_attribute(use: str, expected: str) -> None:
-    """Whatever a program does with it first, in a process that has only made a wrapper, it is FSDP1's."""
+FIRST_USES = {
+    "model._handle.flat_param is model._flat_param": "True",
+    "model._flat_param._param_infos[0].param_name": "weight",
+    "hasattr(model._flat_param, '_mp_shard')": "False",
+    "hasattr(model._unit.handles[0].flat_param, '_params')": "True",
+    "flatparam.FullyShardedDataParallel.full_optim_state_dict.__name__": "full_optim_state_dict",
+    "hasattr(type('Mine', (flatparam.FullyShardedDataParallel,), {}), '_all_handles')": "True",
+    "setattr(model, '_sync_gradients', False) or model._unit.reducer.synchronises": "False",
+    "setattr(model, '_assert_state', 3) or model._assert_state": "3",
+    "model.training_state.name": "IDLE",
+}
+
+
+def test_the_first_use_of_a_promised_attribute() -> None:
+    """Whatever a program does with it first, in a process that has only made a wrapper, it is FSDP1's.
+
+    Each process is a fork of one that has made the wrapper.
+    """
     program = (
+        "import os\n"
         "model = flatparam.FullyShardedDataParallel(nn.Linear(2, 2), SingleCollectives())\n"
-        "print('flatparam_clients.wrapper_names' in sys.modules, end=' ')\n"
-        f"print({use})\n"
+        f"for use in {list(FIRST_USES)}:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        before = 'flatparam_clients.wrapper_names' in sys.modules\n"
+        "        print(use, '->', before, eval(use), flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, use\n"
     )
-    assert said(program) == f"False {expected}\n"
+    assert said(program).splitlines() == [f"{use} -> False {value}" for use, value in FIRST_USES.items()]
 
 
 def test_an_attribute_that_a_subclass_has_itself() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as package
+from each_row import each_row
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -300,7 +301,7 @@ def untied_afterwards(ranks: Collectives, gives_plain: bool) -> None:
         torch.testing.assert_close(child.weight.full_tensor(), expected.weight.detach())
 
 
-@pytest.mark.parametrize("gives_plain", [False, True])
+@each_row("gives_plain", [False, True])
 def test_a_tie_ends_when_one_place_gets_a_parameter_of_its_own(gives_plain: bool) -> None:
     """Each then has its own values and gradients, as in one process."""
     run_processes(2, untied_afterwards, gives_plain)

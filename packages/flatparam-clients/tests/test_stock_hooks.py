@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.algorithms._comm_hooks.default_hooks as theirs
 import torch.distributed.fsdp as torch_fsdp
+from each_row import each_row
 from torch import nn
 
 import flatparam
@@ -99,7 +100,7 @@ def mean_in(dtype: torch.dtype) -> Callable[[Grads], torch.Tensor]:
 DTYPE_OF = {ours.fp16_compress_hook: torch.float16, ours.bf16_compress_hook: torch.bfloat16}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 9, 16])
+@each_row("size", [1, 2, 3, 4, 6, 8, 9, 16])
 def test_factors(size: int) -> None:
     """S-120: a state divides by torch's factors, whose product is the number of ranks."""
 
@@ -111,7 +112,7 @@ def test_factors(size: int) -> None:
     assert on_ranks(size, factors)[0] == (size, before, size / before)
 
 
-@pytest.mark.parametrize("kind", [ours.DefaultState, ours.LowPrecisionState])
+@each_row("kind", [ours.DefaultState, ours.LowPrecisionState])
 def test_a_state_needs_one_group(kind: Any) -> None:
     """S-120: `None` is a ValueError, even where there is a default group; a pair of groups too."""
     alone = SingleCollectives()
@@ -128,7 +129,7 @@ def test_low_precision_state() -> None:
     assert ours.LowPrecisionState(SingleCollectives(), torch.float64).parameter_type is torch.float64
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "DefaultState",
@@ -156,7 +157,7 @@ def test_which_hooks_compress() -> None:
     assert not hasattr(_comm_hooks.LOW_PRECISION_HOOKS, "append")
 
 
-@pytest.mark.parametrize("strategy", [*SHARDING, Strategy.NO_SHARD, *HYBRID], ids=str)
+@each_row("strategy", [*SHARDING, Strategy.NO_SHARD, *HYBRID], ids=str)
 def test_hooks_in_full_precision_change_nothing(strategy: Strategy, use_orig_params: bool) -> None:
     """S-071, S-121: training with the averaging hooks is bit for bit that of the wrapper's own reduction."""
     world_size = 4 if strategy in HYBRID else 3
@@ -181,7 +182,7 @@ def test_compressing_hooks(hook: Any, strategy: Strategy, use_orig_params: bool)
     assert not torch.equal(expected["0.weight"], reference(2, lambda g: (g[0] + g[1]) / 2)["0.weight"])
 
 
-@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+@each_row("strategy", HYBRID, ids=str)
 def test_compressing_hooks_inside_and_across_groups(strategy: Strategy) -> None:
     """S-121, L-29: a hybrid strategy takes a hook for each of its two stages, over the group of that stage."""
     dtype = torch.bfloat16
@@ -199,7 +200,7 @@ def test_compressing_hooks_inside_and_across_groups(strategy: Strategy) -> None:
         assert_same_state(found, reference(4, mean))
 
 
-@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+@each_row("strategy", HYBRID, ids=str)
 def test_a_hook_inside_groups_only(strategy: Strategy) -> None:
     """S-121, L-29: across its groups a hybrid strategy averages as it would without a hook inside them."""
 
@@ -214,7 +215,7 @@ def test_a_hook_inside_groups_only(strategy: Strategy) -> None:
         assert_same_state(found, reference(4, mean))
 
 
-@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+@each_row("strategy", HYBRID, ids=str)
 def test_a_hook_across_groups_only(strategy: Strategy) -> None:
     """L-29: a hook for the stage `all_reduce` averages; the gradient is not divided by these ranks once more."""
 
@@ -227,7 +228,7 @@ def test_a_hook_across_groups_only(strategy: Strategy) -> None:
         assert_same_state(found, expected)
 
 
-@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+@each_row("strategy", HYBRID, ids=str)
 def test_a_hook_where_each_group_is_one_rank(strategy: Strategy) -> None:
     """S-121: with one rank in each shard group the gradients are averaged over the copies all the same."""
 
@@ -284,7 +285,7 @@ def test_whole_gradients_of_any_shape() -> None:
             assert torch.equal(found, torch.arange(6.0).reshape(2, 3).t() * 1.5)
 
 
-@pytest.mark.parametrize("hook", COMPRESSING)
+@each_row("hook", COMPRESSING)
 def test_complex_gradients_are_refused(hook: Any) -> None:
     """A cast to 16 bits would drop the imaginary part: it is a TypeError, for whole gradients and for shards."""
     state, grad = ours.LowPrecisionState(SingleCollectives()), torch.ones(2, dtype=torch.complex64)
@@ -327,7 +328,7 @@ def test_a_copied_model_keeps_its_hooks() -> None:
     on_ranks(2, trains_alike)
 
 
-@pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=str)
+@each_row("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=str)
 def test_a_hook_may_give_a_gradient_other_memory(strategy: Strategy) -> None:
     """S-071: a hook that sets `grad.data`, as torch's own compressing hooks do, trains as ours that does not."""
 

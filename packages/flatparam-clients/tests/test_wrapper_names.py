@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -49,7 +49,7 @@ def test_the_names_of_a_unit_without_parameters() -> None:
     assert (model._has_params, model._flat_param, model._handle) == (False, None, None)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+@each_row("async_op", [False, True])
 def test_gathering_by_hand(async_op: bool, use_orig_params: bool) -> None:
     """S-072: `_unshard` has full parameters in place, at once or once its handle was waited for; then it trains as ever."""
 
@@ -75,7 +75,7 @@ def test_gathering_by_hand(async_op: bool, use_orig_params: bool) -> None:
         assert_same_state(state, reference.state_dict())
 
 
-@pytest.mark.parametrize("name", ["TrainingState", "HandleTrainingState"])
+@each_row("name", ["TrainingState", "HandleTrainingState"])
 def test_the_states_are_torchs(name: str) -> None:
     """S-073: the names of what a wrapper and its flat parameter are doing are torch's."""
     expected = getattr(__import__("torch.distributed.fsdp._common_utils", fromlist=[name]), name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ def rule_of_the_specification(ranks: int) -> int:
     return factor
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "factors"),
     [
         (1, (1, 1)),
@@ -88,7 +88,7 @@ def test_where_a_mean_is_divided(
         assert in_copy or averaging.before == 1.0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "in_copy", "dtype", "expected"),
     [
         (1, False, torch.float32, (1, 1)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_comm import (
@@ -192,7 +193,7 @@ def test_compression_leaves_alone_what_would_not_shrink() -> None:
     assert run_threads(2, program) == [expected] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64], ids=str)
+@each_row("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_compression_needs_a_dtype_that_can_be_added(dtype: torch.dtype) -> None:
     """Compressing to a dtype that not every engine can add is a ValueError that names it."""
     with pytest.raises(ValueError, match=f"found {dtype}"):

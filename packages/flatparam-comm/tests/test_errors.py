@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
+from each_row import each_row
 
 from flatparam_comm import (
     CollectiveError,
@@ -28,7 +28,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@each_row("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_survive_pickling(error: CommError) -> None:
     """Every error has the same text and fields after pickle, so it can come out of a worker process."""
     copy = pickle.loads(pickle.dumps(error))
@@ -38,7 +38,7 @@ def test_errors_survive_pickling(error: CommError) -> None:
         assert getattr(copy, name, None) == getattr(error, name, None)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@each_row("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_errors_are_one_family(error: CommError) -> None:
     """CommError catches all of them."""
     assert isinstance(error, CommError)

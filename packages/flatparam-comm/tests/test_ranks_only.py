@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_comm import CollectiveError, RanksOnly, SingleCollectives, resolve_topology
 
@@ -46,7 +47,7 @@ CALLS: dict[str, Callable[[RanksOnly], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_row("name", CALLS)
 def test_whatever_communicates_is_refused(name: str) -> None:
     """Each collective is an error with the rank, the call, what was found and what was expected."""
     with pytest.raises(CollectiveError, match=rf"rank 1: {name}.*found a Ranks, .*ProcessGroup") as caught:
@@ -54,7 +55,7 @@ def test_whatever_communicates_is_refused(name: str) -> None:
     assert (caught.value.rank, caught.value.op) == (1, name)
 
 
-@pytest.mark.parametrize("given", [torch.ones(1), object(), type("Half", (), {"rank": 0, "size": 2})()])
+@each_row("given", [torch.ones(1), object(), type("Half", (), {"rank": 0, "size": 2})()])
 def test_what_does_not_have_both(given: object) -> None:
     """A tensor has a size and no rank, and numbers are not methods: neither is a group."""
     with pytest.raises(TypeError, match="expected None, 'auto'"):

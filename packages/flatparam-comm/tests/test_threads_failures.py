@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_comm import (
     CollectiveError,
@@ -60,7 +61,7 @@ def _post(kind: str, comm: Collectives) -> None:
     calls[kind]()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("one", "other", "words"),
     [
         (
@@ -249,7 +250,7 @@ def test_results_that_cannot_be_worked_out_are_an_error() -> None:
     )
 
 
-@pytest.mark.parametrize("late", [True, False])
+@each_row("late", [True, False])
 def test_freeing_the_output_before_the_wait_is_an_error(late: bool) -> None:
     """Waiting for an output whose storage was freed says so instead of writing to no memory."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def _sum_of(values: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each_row("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_are_made_in_rank_order_in_the_own_dtype(dtype: torch.dtype) -> None:
     """A reduction is ((x0 + x1) + x2) + x3 in the tensors' dtype, bit for bit, whoever posts last."""
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +165,7 @@ def _start_broadcast(comm: Collectives) -> tuple[torch.Tensor, Any]:
     return output, comm.broadcast(output)
 
 
-@pytest.mark.parametrize("start", [_start_gather, _start_scatter, _start_all_reduce, _start_broadcast])
+@each_row("start", [_start_gather, _start_scatter, _start_all_reduce, _start_broadcast])
 def test_bytes_arrive_in_the_wait_and_not_before(start: Start) -> None:
     """By default an output is unchanged until its own rank waits, though every rank has posted: early reads show."""
 
@@ -180,7 +181,7 @@ def test_bytes_arrive_in_the_wait_and_not_before(start: Start) -> None:
     run_threads(2, read_early)
 
 
-@pytest.mark.parametrize("start", [_start_gather, _start_scatter, _start_all_reduce, _start_broadcast])
+@each_row("start", [_start_gather, _start_scatter, _start_all_reduce, _start_broadcast])
 def test_bytes_can_arrive_as_early_as_possible(start: Start) -> None:
     """With deliver_late=False an output has its value once every rank has posted."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch.distributed as dist
+from each_row import each_row
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam_comm import (
@@ -63,9 +64,7 @@ def test_data_parallel_size_is_the_product() -> None:
     assert run_threads(4, program) == [8] * 4
 
 
-@pytest.mark.parametrize(
-    "given", ["world", 3, [SingleCollectives()], object()], ids=lambda given: type(given).__name__
-)
+@each_row("given", ["world", 3, [SingleCollectives()], object()], ids=lambda given: type(given).__name__)
 def test_anything_else_is_a_type_error(given: Any) -> None:
     """Any other argument is a TypeError that lists what can be passed and names the type found."""
     with pytest.raises(TypeError, match=f"DeviceMesh, found {type(given).__name__}"):
@@ -134,7 +133,7 @@ def test_process_groups_and_meshes() -> None:
         assert found["slice"] == row
 
 
-@pytest.mark.parametrize("shards", [None, 1, 2, 4])
+@each_row("shards", [None, 1, 2, 4])
 def test_a_pickled_topology_is_that_of_a_world_of_the_same_size(shards: int | None) -> None:
     """Read in a world of the same size, on the same rank, it has groups of the same ranks."""
 
@@ -165,7 +164,7 @@ def test_a_pickled_topology_is_that_of_a_world_of_the_same_size(shards: int | No
     run_threads(2, load_elsewhere)
 
 
-@pytest.mark.parametrize("replicate", [None, SingleCollectives()])
+@each_row("replicate", [None, SingleCollectives()])
 def test_a_pickled_topology_of_one_rank(replicate: Collectives | None) -> None:
     """Read anywhere, without any world, it is one rank again."""
     found: Topology = pickle.loads(pickle.dumps(Topology(SingleCollectives(), replicate)))
@@ -173,7 +172,7 @@ def test_a_pickled_topology_of_one_rank(replicate: Collectives | None) -> None:
     assert (found.replicate is None) == (replicate is None)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@each_row("shards", [1, 2, 4])
 def test_an_exchange_among_all_ranks(shards: int) -> None:
     """The values of all data-parallel ranks come in rank order, replica by replica, to each of them."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -60,8 +61,8 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("original", [False, True], ids=["flat", "originals"])
+@each_row("ranks", [1, 2, 3])
+@each_row("original", [False, True], ids=["flat", "originals"])
 def test_a_gather_shows_the_full_parameters(ranks: int, original: bool) -> None:
     """Once it is finished the module shows the full parameters; dropped, before or after, nothing is in memory."""
 
@@ -110,7 +111,7 @@ def test_a_hook_in_place_of_the_gather() -> None:
     run_threads(2, program)
 
 
-@pytest.mark.parametrize("nth", [0, 1])
+@each_row("nth", [0, 1])
 def test_a_gather_that_cannot_be_issued(nth: int) -> None:
     """What was issued before is waited for, everything is freed, and the next gather works."""
     error = CollectiveError(0, "all_gather", "layers", "on purpose")
@@ -179,22 +180,22 @@ MEAN = [[2.5, 5.0], [2.5, 5.0]]
 """The mean of 1, 2, 3 and 4, once and twice."""
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@each_row("shards", [1, 2, 4])
+@each_row("dtype", [None, torch.bfloat16, torch.float16])
 def test_a_reduction_is_a_mean_over_all_ranks(shards: int, dtype: torch.dtype | None) -> None:
     """Over shards, over copies, and over both, in any dtype: four ranks get the mean of their four gradients."""
     precision = None if dtype is None else Precision(reduce_dtype=dtype)
     assert run_threads(4, lambda world: reduced(rectangle(world, shards), precision=precision)) == [MEAN] * 4
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@each_row("size", [1, 3])
 def test_a_reduction_without_copies(size: int) -> None:
     """Without a group of copies, too: the mean of 1, 2, ... over the ranks that share the parameters."""
     mean = (size + 1) / 2
     assert run_threads(size, lambda world: reduced(Topology(world))) == [[[mean, 2 * mean]] * 2] * size
 
 
-@pytest.mark.parametrize("factor", [1.0, 5.0])
+@each_row("factor", [1.0, 5.0])
 def test_a_divisor_of_the_users(factor: float) -> None:
     """`divide_factor` takes the place of the number of ranks."""
 
@@ -205,7 +206,7 @@ def test_a_divisor_of_the_users(factor: float) -> None:
     assert run_threads(4, lambda world: reduced(rectangle(world, 2), change)) == [expected] * 4
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@each_row("shards", [1, 2, 4])
 def test_hooks_average_over_their_own_ranks(shards: int) -> None:
     """A hook in place of a sum averages over the ranks of that sum; what is left is divided after it."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -59,7 +60,7 @@ def gathered_and_reduced(group: Collectives) -> Any:
     return full, reduced.gradient, handle.layout, moved
 
 
-@pytest.mark.parametrize("late", [False, True])
+@each_row("late", [False, True])
 def test_shards_of_different_lengths_are_gathered_and_summed(late: bool) -> None:
     """Every rank sees the full parameters, and gets its own elements of the mean gradient, whenever bytes arrive."""
     found = run_threads(3, gathered_and_reduced, deliver_late=late)
@@ -87,7 +88,7 @@ def hooked(group: Collectives) -> Any:
     return found
 
 
-@pytest.mark.parametrize("decorate", [cast, hooked])
+@each_row("decorate", [cast, hooked])
 def test_what_changes_a_gather_gets_equal_parts(decorate: Any) -> None:
     """A decorator that casts, or calls a function, is not passed by: parts are as long as the longest."""
     for full, _, layout, moved in run_threads(3, decorate):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamError, ParamInfo, clean_fqn, discover, each_module
@@ -26,9 +27,7 @@ class Nested(nn.Module):
         self.last = nn.Parameter(torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    "make", [Nested, lambda: nn.Transformer(4, 2, 1, 1, 4, batch_first=True), lambda: nn.LSTM(2, 2, 2)]
-)
+@each_row("make", [Nested, lambda: nn.Transformer(4, 2, 1, 1, 4, batch_first=True), lambda: nn.LSTM(2, 2, 2)])
 def test_order_and_names_are_those_of_named_parameters(make: type[nn.Module]) -> None:
     """The parameters come in the order and under the names of ``named_parameters()``."""
     module = make()
@@ -83,7 +82,7 @@ def test_names_are_clean_of_wrappers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules:UserWarning")
-@pytest.mark.parametrize(
+@each_row(
     ("make", "told"),
     [
         (

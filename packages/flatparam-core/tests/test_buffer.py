@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 
 from flatparam_core import FlatBuffer, FlatLayout, ParamSpec
@@ -34,7 +35,7 @@ def test_bytes_are_exactly_the_layouts(layout: FlatLayout) -> None:
         assert buffer.is_allocated == (layout.numel == 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@each_row("dtype", [torch.bfloat16, torch.float64])
 def test_bytes_are_those_of_its_own_dtype(dtype: torch.dtype) -> None:
     """A buffer whose dtype is not that of its layout takes the bytes of its own dtype."""
     layout = FlatLayout.plan([ParamSpec("a", (6,), torch.float32)], world_size=2)
@@ -172,7 +173,7 @@ def test_reading_a_freed_view_fails() -> None:
         buffer.view(0)
 
 
-@pytest.mark.parametrize("how", ["created", "left", "given away"])
+@each_row("how", ["created", "left", "given away"])
 def test_memory_that_is_taken_in_inference_mode_can_be_written_outside(how: str) -> None:
     """An evaluation in inference mode may be what takes memory; a training pass writes there afterwards, in place."""
     buffer = buffer_of((3,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -84,7 +85,7 @@ def test_the_padding_is_that_of_uneven_rows() -> None:
     assert layout.chunks.numels == (8, 3, 4)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "shares", "message"),
     [
         ({"rule": ELEMENT}, (), "'p1' has rule element"),
@@ -111,9 +112,7 @@ def test_a_transposed_weight_is_row_major() -> None:
     assert handle.layout.slots[0].spec.is_row_major
 
 
-@pytest.mark.parametrize(
-    "given", [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.bfloat16, torch.float32) * 2]
-)
+@each_row("given", [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.bfloat16, torch.float32) * 2])
 def test_gradients_are_joined_as_they_are(given: tuple[torch.dtype, ...]) -> None:
     """Of any dtypes, strides and of scalars, with zeros for those that have not come, cast once."""
     layout = FlatLayout.plan(specs_of([(5, 3), (), (4,), (3, 2)]), world_size=4, alignment_nbytes=16)

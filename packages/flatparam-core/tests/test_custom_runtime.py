@@ -113,6 +113,7 @@ def test_accumulation_without_communication(
     assert final_losses(capsys.readouterr().out) == pytest.approx([train_locally(1)], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_under_torchrun(program: str, tmp_path: Path) -> None:
     """Two processes under torchrun print, bit for bit, the loss of the local model on the mean of their losses."""

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamError, FlatParameter, flatten_module
@@ -116,9 +117,7 @@ def test_original_exposure_lists_the_original_objects() -> None:
     assert set(handle.layout.fqns) == set(by_name)
 
 
-@pytest.mark.parametrize(
-    "make", [Tied, Containers, lambda: nn.LSTM(2, 3, 2)], ids=["tied", "containers", "lstm"]
-)
+@each_row("make", [Tied, Containers, lambda: nn.LSTM(2, 3, 2)], ids=["tied", "containers", "lstm"])
 def test_names_keep_their_order(make: type[nn.Module], use_orig_params: bool) -> None:
     """In every state and after any number of cycles, the originals are listed in the module's own order."""
     module = make()

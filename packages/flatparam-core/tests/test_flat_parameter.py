@@ -3,8 +3,8 @@
 import copy
 import io
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import (
@@ -94,7 +94,7 @@ def test_metadata_lists_what_the_shard_holds() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("precision", "storage", "compute", "reduce"),
     [
         (Precision(), torch.float32, torch.float32, torch.float32),

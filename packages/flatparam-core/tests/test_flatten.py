@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import (
@@ -55,8 +56,8 @@ def test_frozen_integers_are_sharded_too(use_orig_params: bool) -> None:
     assert handle.leaves[0].dtype is torch.uint8
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16,), (None, torch.bfloat16), (torch.float8_e4m3fn,)])
+@each_row("device", ["cpu", "cuda"])
+@each_row("dtypes", [(), (torch.bfloat16,), (None, torch.bfloat16), (torch.float8_e4m3fn,)])
 def test_alignment_follows_exposure_and_device(
     device: str, dtypes: tuple[torch.dtype | None, ...], use_orig_params: bool
 ) -> None:
@@ -110,7 +111,7 @@ def test_every_rank_has_the_same_layout(use_orig_params: bool) -> None:
     assert len(layouts) == 1
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
+@each_row("rank", [-1, 2])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     """A rank that does not exist is refused, and the module keeps its parameters."""
     module = nn.Linear(2, 2)
@@ -138,7 +139,7 @@ def test_a_second_claim_is_refused_while_unsharded() -> None:
         flatten_module(module, rank=0, world_size=1, parameters=found)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["flat-first", "originals-first"])
+@each_row("first", [False, True], ids=["flat-first", "originals-first"])
 def test_a_parameter_of_two_units_is_refused(first: bool) -> None:
     """A parameter that is tied across two units is refused by name when the second unit claims it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -224,15 +225,15 @@ def test_all_errors_are_one_family() -> None:
     assert issubclass(FlatParamError, RuntimeError)
 
 
-@pytest.mark.parametrize("wrong", ["bfloat16", 3, torch.int32, torch.bool], ids=str)
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@each_row("wrong", ["bfloat16", 3, torch.int32, torch.bool], ids=str)
+@each_row("name", ["param_dtype", "reduce_dtype"])
 def test_a_precision_has_floating_point_dtypes(name: str, wrong: object) -> None:
     """Names, numbers and dtypes of integers are refused when the precision is made."""
     with pytest.raises(FlatParamError, match=f"{name}: expected a floating-point dtype"):
         Precision(**{name: wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@each_row("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_gradients_are_not_added_up_in_8_bits(dtype: torch.dtype) -> None:
     """A reduction in 8 bits, in which no backend adds, is refused at once, and not in the first backward pass."""
     with pytest.raises(

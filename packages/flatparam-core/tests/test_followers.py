@@ -2,8 +2,8 @@
 
 import gc
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle, flatten_module, owner_of
@@ -43,9 +43,9 @@ def held_ranks(model: str, world_size: int) -> tuple[Ranks, list[list[nn.Paramet
     return Ranks(lambda: next(prepared), world_size), held
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", ZOO)
+@each_row("set_to_none", [True, False], ids=["none", "zeros"])
+@each_row("optimizer", OPTIMIZERS)
+@each_row("model", ZOO)
 def test_two_ranks_of_followers_equal_one_model(model: str, optimizer: str, set_to_none: bool) -> None:
     """Stepping the originals trains the shards: bit for bit the losses and parameters of plain training.
 
@@ -58,8 +58,8 @@ def test_two_ranks_of_followers_equal_one_model(model: str, optimizer: str, set_
     check_equal(ranks, reference)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
-@pytest.mark.parametrize("world_size", [1, 4])
+@each_row("set_to_none", [True, False], ids=["none", "zeros"])
+@each_row("world_size", [1, 4])
 def test_other_powers_of_two(world_size: int, set_to_none: bool) -> None:
     """One and four ranks of followers equal plain training bit for bit too, though some hold nothing of a parameter."""
     losses, reference = train_locally(ZOO["conditional"], "adamw", world_size, set_to_none=set_to_none)
@@ -107,7 +107,7 @@ def test_gradients_accumulate_over_rounds_without_zero_grad() -> None:
         assert handle.flat_param.grad.tolist() == [count] * 6
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@each_row("set_to_none", [True, False], ids=["none", "zeros"])
 def test_each_round_after_zero_grad_starts_afresh(set_to_none: bool) -> None:
     """zero_grad of an optimizer over the followers empties the flat gradient too, round after round."""
     module = nn.Linear(2, 2)
@@ -119,7 +119,7 @@ def test_each_round_after_zero_grad_starts_afresh(set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@each_row("set_to_none", [True, False], ids=["none", "zeros"])
 def test_a_parameter_without_a_gradient_has_what_plain_training_has(set_to_none: bool) -> None:
     """Over rounds that use different branches, each follower's gradient is that of plain training: None, zeros or values."""
     plain = seeded(TwoBranches)
@@ -229,7 +229,7 @@ def test_new_data_of_a_follower_is_not_lost() -> None:
     assert module.weight.tolist() == [[7.0, 7.0], [7.0, 7.0]]
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("use_orig_params", [False, True])
 def test_originals_can_be_asked_for(use_orig_params: bool) -> None:
     """Originals that nobody has held are made anew, once; stepping them trains the shard, as it does for kept ones."""
     module = nn.Linear(2, 2)

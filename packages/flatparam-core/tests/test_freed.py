@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_core import FlatParamError, flatten_module
@@ -23,7 +24,7 @@ USES: list[Callable[[Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("use", USES)
+@each_row("use", USES)
 def test_a_use_of_it_is_an_error(use: Callable[[Tensor], Any]) -> None:
     """It names the parameter and the rank; in the next pass it is an ordinary parameter again."""
     module = nn.Linear(3, 2, dtype=torch.float32)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 
 from flatparam_core import FlatLayout, FlatParamError, GradientLedger, ParamSpec
@@ -97,7 +98,7 @@ def test_release_forgets() -> None:
     assert ledger.slot(0).tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@each_row("kept", [False, True])
 def test_gradients_are_dropped_one_by_one(kept: bool) -> None:
     """A dropped gradient is as one that has not arrived; with the last one the memory is freed."""
     ledger = ledger_of()
@@ -113,7 +114,7 @@ def test_gradients_are_dropped_one_by_one(kept: bool) -> None:
     assert stored(ledger) == 0
 
 
-@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 8.0])
+@each_row("divisor", [1.0, 2.0, 3.0, 8.0])
 def test_divisor(divisor: float) -> None:
     """Each deposit is divided by its divisor, the first and the later ones alike."""
     ledger = ledger_of()
@@ -135,7 +136,7 @@ def test_deposit_does_not_change_or_keep_the_gradient() -> None:
     assert ledger.slot(0).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@each_row("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts_to_the_reduction_dtype(dtype: torch.dtype) -> None:
     """A gradient of a different dtype is cast once, on its way into the slot."""
     ledger = ledger_of(dtype=dtype)
@@ -145,7 +146,7 @@ def test_casts_to_the_reduction_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(ledger.slot(0), gradient.to(dtype))
 
 
-@pytest.mark.parametrize("deposits", [1, 2])
+@each_row("deposits", [1, 2])
 def test_divides_in_the_wider_dtype(deposits: int) -> None:
     """A half-precision gradient that would underflow when divided survives if the reduction dtype is wider."""
     ledger = ledger_of()
@@ -230,7 +231,7 @@ WAYS: dict[str, Callable[[GradientLedger, int], None]] = {
 SHAPES = [(3,), (2, 2)]
 
 
-@pytest.mark.parametrize("ways", itertools.product(WAYS, WAYS), ids="-".join)
+@each_row("ways", itertools.product(WAYS, WAYS), ids="-".join)
 def test_is_full_again_at_the_end_of_each_pass(ways: tuple[str, str]) -> None:
     """While gradients accumulate, a ledger is full after the last gradient of each pass, and not between, in any order."""
     ledger = ledger_of()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle, Precision, flatten_module
@@ -56,7 +57,7 @@ def test_backward_after_reshard_and_unshard_is_exact(use_orig_params: bool) -> N
             assert torch.equal(leaf.grad, wanted.grad)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@each_row("world_size", [1, 2, 3, 7])
 def test_shards_hold_the_parameters_and_zero_padding(world_size: int, use_orig_params: bool) -> None:
     """End to end, the ranks' shards are the parameters; what is padding is zero."""
     full = seeded(linear)
@@ -119,7 +120,7 @@ def test_an_unfilled_buffer_never_shows_old_values() -> None:
     assert module.weight.tolist() == [[4.0, 4.0], [4.0, 4.0]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_row("world_size", [1, 2, 3])
 def test_compute_dtype(world_size: int, use_orig_params: bool) -> None:
     """With a compute dtype the leaves have it, rounded from the shard, which keeps the parameters' own dtype."""
     full = seeded(linear)

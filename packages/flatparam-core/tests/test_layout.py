@@ -2,8 +2,8 @@
 
 import itertools
 
-import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -186,7 +186,7 @@ def test_plan_wastes_as_little_as_it_can(layout: FlatLayout, alignment: int) -> 
     assert aligned.numel - ends[-1] < (ranks * step if ranks > 1 else 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("dtype", "alignment"),
     [(torch.complex128, 24), (torch.float32, 6), (torch.float64, 4), (torch.bfloat16, 1)],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_negative_numel() -> None:
         FlatLayout((slot("a", 0, 0),), 2, -2)
 
 
-@pytest.mark.parametrize("world_size", [0, -1])
+@each_row("world_size", [0, -1])
 def test_world_of_nobody(world_size: int) -> None:
     """A world size below 1 is refused, by the layout and by the plan."""
     with pytest.raises(LayoutError, match=f"found {world_size}"):
@@ -81,7 +82,7 @@ def test_duplicate_names() -> None:
         FlatLayout((slot("a", 0, 2), slot("a", 2, 4)), 1, 4)
 
 
-@pytest.mark.parametrize("aliases", [(("b",), ()), ((), ("a",)), (("c",), ("c",))])
+@each_row("aliases", [(("b",), ()), ((), ("a",)), (("c",), ("c",))])
 def test_duplicate_aliases(aliases: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
     """A further name of one parameter that is a name of another is refused, else loading would choose one of them."""
     specs = [
@@ -91,7 +92,7 @@ def test_duplicate_aliases(aliases: tuple[tuple[str, ...], tuple[str, ...]]) -> 
         FlatLayout.plan(specs, world_size=1)
 
 
-@pytest.mark.parametrize("rank", [-1, 3, 64])
+@each_row("rank", [-1, 3, 64])
 def test_rank_outside_the_world(rank: int) -> None:
     """A rank that the layout does not have is refused, not wrapped around."""
     layout = FlatLayout.plan([ParamSpec("a", (4,), torch.float32)], world_size=3)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -54,9 +55,9 @@ def test_deposits_at_once_are_those_one_by_one(
         assert_same_ledgers(at_once, one_by_one)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [[0], [-1], [1], [1, 1], [0, 1], [1, -1, 1]], ids=str)
-@pytest.mark.parametrize("divisor", [1.0, 2.0])
+@each_row("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_row("sizes", [[0], [-1], [1], [1, 1], [0, 1], [1, -1, 1]], ids=str)
+@each_row("divisor", [1.0, 2.0])
 def test_either_side_of_the_threshold(sizes: list[int], dtype: torch.dtype, divisor: float) -> None:
     """At, below and above the size from which a gradient is copied by itself, alone or with others, the bits are the same."""
     limit = SMALL_NBYTES.value // dtype.itemsize
@@ -142,7 +143,7 @@ def test_a_handle_takes_the_gradients_that_are_there(use_orig_params: bool) -> N
     handle.gradients.release()
 
 
-@pytest.mark.parametrize("divisor", [1.0, 3.0])
+@each_row("divisor", [1.0, 3.0])
 def test_large_and_small_gradients_at_once(divisor: float) -> None:
     """Gradients of more than 64 KiB among smaller ones get the bits of single deposits, whatever the neighbours."""
     numels = (SMALL_NBYTES.value // 4, SMALL_NBYTES.value // 4 + 1, 5, 7, SMALL_NBYTES.value)
@@ -169,7 +170,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("given_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each_row("given_dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_an_accelerator_takes_all_gradients_in_one_call(given_dtype: torch.dtype) -> None:
     """Off the CPU gradients of every size and dtype are one call together, and so are their sums and their mean."""
     numels = (SMALL_NBYTES.value, 3, SMALL_NBYTES.value + 4, 7)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle
@@ -30,8 +30,8 @@ GIVEN: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["in-a-pass", "counted"])
-@pytest.mark.parametrize("how", GIVEN)
+@each_row("counted", [False, True], ids=["in-a-pass", "counted"])
+@each_row("how", GIVEN)
 def test_who_has_the_memory_keeps_it_and_its_values(how: str, counted: bool, use_orig_params: bool) -> None:
     """What was given out stays as it was when the parameter changes, and the next gathers are right.
 

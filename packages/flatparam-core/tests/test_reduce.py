@@ -1,7 +1,7 @@
 """From leaf gradients to ``.grad``: what is reduced, who gets a gradient, and what stays ``None``."""
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle, Precision, flatten_module
@@ -63,7 +63,7 @@ def test_reduce_asks_for_the_flat_gradient() -> None:
     assert not full.any()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_row("world_size", [1, 2, 3])
 def test_the_padding_of_a_reduced_shard_is_zero(world_size: int) -> None:
     """The gradient of the padding is zero, so no optimizer ever moves it."""
     ranks = Ranks(lambda: nn.Linear(3, 5), world_size)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamError, FlatParamHandle, Residency, flatten_module, owner_of
@@ -84,7 +85,7 @@ def test_values_that_fit_are_taken_over(way: str, shape: tuple[int, ...]) -> Non
     check_invariants(handle)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_each_rank_takes_its_part_of_the_full_values(way: str) -> None:
     """If every rank is given the full values, each keeps its own part, and all gather them whole."""
     make = lambda: nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # noqa: E731
@@ -100,7 +101,7 @@ def test_each_rank_takes_its_part_of_the_full_values(way: str) -> None:
     assert [tuple(module.weight.shape) for module in ranks.modules] == [(14, 1, 1, 1), (10, 1, 1, 1)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_each_rank_may_be_given_its_own_part(way: str) -> None:
     """A rank's part of new values, in the sharded shape, replaces that part; a rank that holds nothing gives nothing."""
     ranks = Ranks(lambda: nn.Linear(4, 3), 3, use_orig_params=True)
@@ -163,7 +164,7 @@ def test_new_data_of_a_tied_parameter_counts_under_every_name() -> None:
     assert module.one.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
 
 
-@pytest.mark.parametrize("name", ["one", "other"])
+@each_row("name", ["one", "other"])
 def test_one_of_several_tied_names_cannot_be_replaced(name: str) -> None:
     """A replacement under one name only is refused, with the name, before the module shows anything else."""
     module = Tied()
@@ -186,7 +187,7 @@ REFUSED: dict[str, tuple[torch.Tensor, str]] = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
+@each_row("reason", REFUSED)
 def test_values_that_do_not_fit_are_refused(reason: str) -> None:
     """A different shape, dtype or device is refused before anything moves, naming the parameter and both sides."""
     module = nn.Sequential(nn.Linear(3, 2))
@@ -204,9 +205,7 @@ def test_values_that_do_not_fit_are_refused(reason: str) -> None:
     assert module[0].weight.shape == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "remove", [lambda m: m.register_parameter("bias", None), lambda m: delattr(m, "bias")]
-)
+@each_row("remove", [lambda m: m.register_parameter("bias", None), lambda m: delattr(m, "bias")])
 def test_a_removed_parameter_is_refused(remove: Callable[[nn.Module], None]) -> None:
     """A parameter that was taken out of its module is refused before anything is gathered."""
     module = nn.Linear(3, 2)
@@ -254,7 +253,7 @@ def test_data_of_a_sibling_is_taken_over() -> None:
     assert module[0].weight.data_ptr() != module[1].weight.data_ptr()
 
 
-@pytest.mark.parametrize("is_apart", [False, True], ids=["one-unit", "two-units"])
+@each_row("is_apart", [False, True], ids=["one-unit", "two-units"])
 def test_a_parameter_is_not_tied_to_another_sharded_one(is_apart: bool) -> None:
     """What another parameter of a unit is cannot stand in this one's place, although its shape fits; nothing changes."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -424,7 +423,7 @@ def test_what_is_in_the_place_of_a_full_parameter_is_written_back(use_orig_param
         handle.reshard()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_the_old_memory_keeps_the_old_values(way: str) -> None:
     """Values that are taken over do not reach who kept the old ones, and putting the old ones back restores them."""
     module = nn.Linear(2, 2)
@@ -474,7 +473,7 @@ def test_full_parameters_in_memory_are_left_alone(use_orig_params: bool) -> None
     assert handle.taken_over == ()
 
 
-@pytest.mark.parametrize("unlisted", [False, True], ids=["listed", "unlisted"])
+@each_row("unlisted", [False, True], ids=["listed", "unlisted"])
 def test_a_flat_parameter_that_is_replaced_itself_is_refused(unlisted: bool) -> None:
     """An object in the flat parameter's own place, whose values nobody would read, is refused by name and rank."""
     module = nn.Linear(2, 2)

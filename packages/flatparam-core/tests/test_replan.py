@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ def test_any_layouts_to_any_layouts(data: st.DataObject) -> None:
     check_exact(data.draw(worlds(specs)), data.draw(worlds(specs)), named_tensors(specs))
 
 
-@pytest.mark.parametrize("source_world", [1, 2, 3, 8, 17, 63, 64])
+@each_row("source_world", [1, 2, 3, 8, 17, 63, 64])
 def test_every_world_size_to_every_other(source_world: int) -> None:
     """A parameter that no world divides evenly moves exactly from worlds of 1 to 64 to others."""
     specs = [ParamSpec("a", (7, 11), torch.float64), ParamSpec("b", (), torch.float64)]
@@ -168,7 +169,7 @@ def test_refuses_a_missing_parameter() -> None:
         list(replan(sources, plan_layouts([ParamSpec("block.b", (4,), torch.float32)], world_size=2)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "found",
     [
         ParamSpec("a", (3, 2), torch.float32),
@@ -185,7 +186,7 @@ def test_refuses_another_shape_or_memory_order(found: ParamSpec) -> None:
         list(replan(plan_layouts([found], world_size=2), wanted))
 
 
-@pytest.mark.parametrize("shape", [(8, 4, 1, 1), (8, 1, 3, 3)])
+@each_row("shape", [(8, 4, 1, 1), (8, 1, 3, 3)])
 def test_channels_last_of_one_by_one_is_the_same_order(shape: tuple[int, ...]) -> None:
     """A 1x1 or one-channel convolution lies in memory alike in both formats, so each loads from the other."""
     plain = ParamSpec.of("w", torch.zeros(shape).requires_grad_())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamError, FlatParamHandle, IllegalStepError, Residency, Transitions
@@ -65,7 +66,7 @@ def test_the_error_names_parameter_rank_and_what_is_legal() -> None:
         handle.begin_unshard()
 
 
-@pytest.mark.parametrize(("state", "allocated"), [("SHARDED", 0), ("UNSHARDING", 40), ("UNSHARDED", 40)])
+@each_row(("state", "allocated"), [("SHARDED", 0), ("UNSHARDING", 40), ("UNSHARDED", 40)])
 def test_memory_of_each_state(state: str, allocated: int, use_orig_params: bool) -> None:
     """The full buffer costs its bytes exactly while the flat parameter is not sharded."""
     _, handle = handle_in(state, use_orig_params)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -267,7 +268,7 @@ def test_a_layout_that_cuts_what_stays_together_is_refused() -> None:
         FlatLayout((Slot(spec("w", 12, rule=block_of(4)), Span(3, 15)),), 3, 18)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lengths", "message"),
     [
         ((4, 4, 4), "expected the lengths of 2 shards"),
@@ -297,7 +298,7 @@ def test_a_layout_is_plain_without_rules_and_shares() -> None:
     assert not FlatLayout.plan([spec("a", 4), spec("b", 5)], world_size=2, shares=(1, 2)).is_plain
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shares", "message"),
     [
         ([1.0], "a share for each of the 2 ranks, found 1"),
@@ -312,7 +313,7 @@ def test_shares_that_are_no_weights_are_refused(shares: list[float], message: st
         FlatLayout.plan([spec("w", 4)], world_size=2, shares=shares)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [lambda: block_of(0), lambda: block_of(1.5), lambda: block_of("2"), lambda: LayoutRule("row", 4)],  # type: ignore[arg-type]
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle
@@ -42,10 +42,10 @@ def turn(handle: FlatParamHandle, *, full: bool) -> None:
         handle.reshard()
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("while_full", [True, False], ids=["full", "sharded"])
-@pytest.mark.parametrize("passes", [0, 2])
-@pytest.mark.parametrize("how", CHANGES)
+@each_row("use_orig_params", [True, False])
+@each_row("while_full", [True, False], ids=["full", "sharded"])
+@each_row("passes", [0, 2])
+@each_row("how", CHANGES)
 def test_what_else_is_registered_stays(
     how: str, passes: int, while_full: bool, use_orig_params: bool
 ) -> None:
@@ -72,7 +72,7 @@ def test_what_else_is_registered_stays(
             assert inner.weight.shape == (2, 2)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@each_row("use_orig_params", [True, False])
 def test_a_dictionary_that_somebody_keeps_has_what_is_registered(use_orig_params: bool) -> None:
     """A module's `_parameters` that was kept while they were full, as by a shallow copy, has no freed parameter later."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

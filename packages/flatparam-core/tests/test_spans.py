@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_order_is_by_start_then_stop(drawn: list[Span]) -> None:
     assert sorted(drawn) == sorted(drawn, key=lambda span: (span.start, span.stop))
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 0), (3, 2), (-3, -2), (0, -1)])
+@each_row(("start", "stop"), [(-1, 0), (3, 2), (-3, -2), (0, -1)])
 def test_refuses_what_is_no_interval(start: int, stop: int) -> None:
     """A span that ends before it starts, or starts below zero, is refused with its ends."""
     with pytest.raises(LayoutError, match=rf"\[{start}, {stop}\)"):

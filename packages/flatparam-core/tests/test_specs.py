@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -48,7 +49,7 @@ def test_memory_view_reorders_a_tensor_of_another_order(spec: ParamSpec, data: s
     assert torch.equal(memory_view(other, spec), memory_view(tensor, spec))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tensor",
     [
         torch.zeros(4, 6)[:, ::2],
@@ -69,7 +70,7 @@ def test_channels_last_keeps_its_order() -> None:
     assert ParamSpec.of("w", weight).stride == (75, 1, 15, 3)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
+@each_row("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
 def test_zero_numel_is_row_major(shape: tuple[int, ...]) -> None:
     """A parameter without elements has row-major strides, whatever strides it came with."""
     tensor = torch.empty(shape).transpose(0, -1)
@@ -82,7 +83,7 @@ def test_zero_dimensions() -> None:
     assert (spec.shape, spec.stride, spec.numel, spec.requires_grad) == ((), (), 1, True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shape", "stride"),
     [((2, 3), (3,)), ((2, 3), (6, 2)), ((2, 3), (1, 1)), ((2,), (0,)), ((4,), (-1,)), ((2, 3), (3, 1, 1))],
 )
@@ -92,7 +93,7 @@ def test_refuses_strides_that_are_not_dense(shape: tuple[int, ...], stride: tupl
         ParamSpec("block.w", shape, torch.float32, True, stride)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+@each_row("dtype", [torch.uint8, torch.int64, torch.bool])
 def test_refuses_a_gradient_of_integers(dtype: torch.dtype) -> None:
     """An integer parameter that is to get a gradient is refused by name; a frozen one is accepted."""
     with pytest.raises(LayoutError, match="'q'"):

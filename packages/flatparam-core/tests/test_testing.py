@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatLayout, FlatParamHandle, ParamSpec, flatten_module
@@ -27,7 +28,7 @@ def cut_the_shard(handle: FlatParamHandle) -> None:
     handle.flat_param.data = handle.flat_param.data[1:]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("damage", "promise"),
     [
         (lose_the_buffer, "allocated exactly while"),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import Precision, flatten_module
@@ -136,8 +137,8 @@ def check_equal(ranks: Ranks, reference: nn.Module) -> None:
             assert torch.equal(full[name], wanted.detach()), name
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", ZOO)
+@each_row("optimizer", OPTIMIZERS)
+@each_row("model", ZOO)
 def test_two_ranks_equal_one_model(model: str, optimizer: str, use_orig_params: bool) -> None:
     """Two ranks have, over five steps, bit for bit the losses and parameters of one model on the mean of the losses.
 
@@ -173,7 +174,7 @@ def test_three_ranks_are_close(use_orig_params: bool) -> None:
         torch.testing.assert_close(full[name], wanted.detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("optimizer", OPTIMIZERS)
 def test_an_optimizer_that_was_made_before_flattening(optimizer: str) -> None:
     """With the original parameters, an optimizer that was built on the model before it was sharded trains it."""
     losses, reference = train_locally(Conv, optimizer, 2)
@@ -185,7 +186,7 @@ def test_an_optimizer_that_was_made_before_flattening(optimizer: str) -> None:
     check_equal(ranks, reference)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("optimizer", OPTIMIZERS)
 def test_both_exposures_agree(optimizer: str) -> None:
     """Stepping the flat parameter and stepping the originals give the same bits."""
     full = []

@@ -6,7 +6,7 @@ import sys
 import warnings
 from typing import Any
 
-import pytest
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import warn_caller
@@ -19,7 +19,7 @@ def inside(package: str | None, source: str) -> Any:
     return module["deed"]
 
 
-@pytest.mark.parametrize("packages", [["flatparam.a"], ["flatparam_core.a", None, "flatparam.b"]])
+@each_row("packages", [["flatparam.a"], ["flatparam_core.a", None, "flatparam.b"]])
 def test_what_lies_between_does_not_count(packages: list[str | None]) -> None:
     """However many functions of these packages call each other, and torch in between, the caller's line is named."""
     deed = inside(packages[0], "def deed(*args): warn_caller('said', FutureWarning)")
@@ -36,7 +36,7 @@ def test_what_lies_between_does_not_count(packages: list[str | None]) -> None:
     assert (str(found.message), found.category) == ("said", FutureWarning)
 
 
-@pytest.mark.parametrize("package", ["torchtitan.train", "torch_training", "flatparamless"])
+@each_row("package", ["torchtitan.train", "torch_training", "flatparamless"])
 def test_a_program_with_a_similar_name_is_the_program(package: str) -> None:
     """The line of a package whose name only begins as torch's, or as ours, is the program's."""
     deed = inside("flatparam.a", "def deed(*args): warn_caller('said')")

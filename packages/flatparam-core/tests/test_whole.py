@@ -1,7 +1,7 @@
 """If one rank has the whole flat parameter, nothing is copied."""
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import FlatParamHandle, Precision
@@ -47,7 +47,7 @@ def test_full_parameters_are_the_flat_parameter() -> None:
     assert handle.flat_param.untyped_storage().nbytes() > 0
 
 
-@pytest.mark.parametrize("how", ["copied", "cast", "flat"])
+@each_row("how", ["copied", "cast", "flat"])
 def test_full_parameters_of_their_own(how: str) -> None:
     """Full parameters have memory of their own in a different dtype, on request, and if `parameters()` lists both."""
     module = seeded(lambda: nn.Linear(3, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from each_row import each_row
 
 from flatparam_comm import PeerError, RemoteFailure
 from flatparam_guard.activity import ACTIVITY
@@ -61,7 +62,7 @@ def test_the_optimizer_steps_that_were_done(steps: int, told: str, monkeypatch: 
     assert str(consequence.as_cause()) == str(report.as_cause())
 
 
-@pytest.mark.parametrize("depth", [0, 1, 5])
+@each_row("depth", [0, 1, 5])
 def test_a_failure_that_another_rank_began(depth: int) -> None:
     """If the rank failed since it had waited for a different one, that one is the culprit, through any chain of causes."""
     remote = RemoteFailure("KeyError", "'a'", "forward pass of unit 'blocks.1'", "Traceback ...")
@@ -89,7 +90,7 @@ def test_an_endless_chain_of_causes() -> None:
     assert FailureReport.of(0, one, "").culprit == 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     "report",
     [
         FailureReport.of(0, ValueError("x"), "the loss"),

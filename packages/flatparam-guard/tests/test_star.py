@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
+from each_row import each_row
 
 from flatparam_comm.testing import PATIENCE
 from flatparam_guard.relay_settings import RelaySettings
@@ -139,7 +140,7 @@ def _introduced(store: dist.Store, rank: int) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("rank", [-1, 0, 1, SIZE, 10**30])
+@each_row("rank", [-1, 0, 1, SIZE, 10**30])
 def test_nobody_is_a_rank_twice(rank: int) -> None:
     """Whoever knows the secret is no rank that is connected already, and none that the world does not have."""
     store = dist.HashStore()
@@ -171,7 +172,7 @@ def test_a_rank_speaks_for_itself() -> None:
         first.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "line", [b"no JSON", b"[]", b"1", b"\xff", b'{"rank": "1", "words": {}}', b'{"rank": 1}', b"[" * 100_000]
 )
 def test_words_that_are_none_end_their_own_connection(line: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 
 from flatparam_comm import (
     Collectives,
@@ -45,7 +46,7 @@ def _torchs(number: int, members: tuple[int, ...] = ALL) -> Wait:
 GATHER, SAVE = _ours("shm", 3), _ours("world", 5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("stands", "stuck"),
     [
         # Two transports: each has issued what the other has not.

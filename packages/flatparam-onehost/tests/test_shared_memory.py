@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_comm import (
@@ -128,7 +129,7 @@ def _programs(comm: Collectives, seeds: list[int]) -> list[dict[int, list[int]]]
 
 
 @processes
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@each_row("size", [1, 2, 3, 4])
 def test_random_programs_have_the_bits_of_threads(size: int) -> None:
     """Any program of collectives gives the same bytes as on threads, whatever each rank waits for first."""
     seeds = [1, 2, 3]
@@ -327,7 +328,7 @@ def _held(comm: ProcessGroupCollectives) -> None:
 
 
 @processes
-@pytest.mark.parametrize("size", [2, 3])
+@each_row("size", [2, 3])
 def test_what_is_held_is_the_formula(size: int) -> None:
     """The group holds a page and, for each slot, the most that a collective needed: so says it, and so the system."""
     run_processes(size, _held)
@@ -432,7 +433,7 @@ def test_a_forked_process_is_no_rank() -> None:
     assert run_processes(2, _forks) == [0, 0]
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_row("op", OPS)
 def test_calls_have_codes(op: str) -> None:
     """A call is told by a number of 63 bits, and is the same when it is read again."""
     for dtype in (torch.float32, torch.complex128, torch.float8_e5m2):

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm.testing import PATIENCE
@@ -141,7 +142,7 @@ CASES: dict[str, tuple[type[Model], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_what_is_laid_out_is_what_a_rehearsal_of_all_blocks_says(case: str) -> None:
     """Every event, the bytes in use after each change, every kernel, the units and the costs are equal."""
     kind, settings = CASES[case]

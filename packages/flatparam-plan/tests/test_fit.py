@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, PlanError, ShardingStrategy, plan
@@ -119,7 +120,7 @@ def test_a_replay_is_the_prediction() -> None:
         assert replay.seconds_with(()) == pytest.approx(found.prediction.seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@each_row("accumulate", [1, 3])
 def test_what_a_replay_says_of_kept_units_is_what_a_rehearsal_says(accumulate: int) -> None:
     """If units are kept, memory is replayed to the byte, and the time nearly."""
     changed = setup(wrap=("Block",), accumulate=accumulate)
@@ -280,7 +281,7 @@ def test_the_policy_keeps_the_groups_of_a_hybrid_strategy() -> None:
     assert False in found[0][1].values()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@each_row("ranks", [1, 2])
 def test_the_policy_wraps_what_is_not_sharded(ranks: int) -> None:
     """One rank, and NO_SHARD, have nothing to gather: the blocks are units, and nothing is chosen to be kept."""
     strategy = ShardingStrategy.NO_SHARD

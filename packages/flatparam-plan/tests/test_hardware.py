@@ -5,6 +5,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import PlanError
@@ -209,7 +210,7 @@ def test_the_names_of_this_machine() -> None:
     assert [device_of(name) for name in ("this-machine", "h100")] == ["cpu", "accelerator"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changed", "message"),
     [({"device": "accelerator"}, "schedule of a cpu"), ({"world_size": 17}, "at most 16 ranks")],
 )
@@ -229,7 +230,7 @@ def test_a_profile_that_gives_what_was_measured(rehearsed: Rehearsal) -> None:
     assert found.name == "this machine, gloo"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("took", "latency", "bandwidth"),
     [((3.0, 5.0), 1.0, 500.0), ((5.0, 3.0), 0.0, 375.0), ((1.0, 5.0), 0.0, 500.0)],
 )

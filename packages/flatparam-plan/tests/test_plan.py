@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import Plan, PlanError, plan
@@ -53,7 +54,7 @@ def planned(**settings: object) -> Plan:
     return plan(Model, **{"batch": 2, "sequence": 8, "world_size": 4, "wrap": ("Block",), **settings})
 
 
-@pytest.mark.parametrize("on", ["cpu", "meta"])
+@each_row("on", ["cpu", "meta"])
 def test_a_module_is_planned_and_stays_as_it_is(on: str) -> None:
     """A given module is copied, whatever device it is on."""
     with torch.device(on):
@@ -104,7 +105,7 @@ class Failing(Model):
         return found.detach() if self.where == "backward" else found.view(3, -1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("where", "told"),
     [
         ("forward", "its forward pass raises KeyError: 'no such head' (line "),
@@ -133,7 +134,7 @@ def test_the_units_of_a_plan() -> None:
     assert block.sent_nbytes == 3 * block.facts.full_nbytes * 3 // 4
 
 
-@pytest.mark.parametrize("strategy", ["full", "grad_op", "no_shard"])
+@each_row("strategy", ["full", "grad_op", "no_shard"])
 def test_the_work_of_a_unit_has_its_backward(strategy: str) -> None:
     """A block computes three times as much forward and backward as forward alone, whether it is gathered anew or stays."""
     found = planned(strategy=strategy)
@@ -184,7 +185,7 @@ class Seeing(nn.Module):
         return self.patches(pixel_values)
 
 
-@pytest.mark.parametrize("kind", [Encoded, Seeing])
+@each_row("kind", [Encoded, Seeing])
 def test_inputs_that_a_model_asks_for(kind: type[nn.Module]) -> None:
     """Token ids for a decoder, too, and pixels as the configuration says: the plan is what happens."""
     setup = Setup(world_size=2)
@@ -281,14 +282,14 @@ class Selects(Model):
         return self.head(x[x.sum(-1) > 0])
 
 
-@pytest.mark.parametrize("kind", [Chooses, Selects])
+@each_row("kind", [Chooses, Selects])
 def test_what_depends_on_values_is_refused(kind: type[nn.Module]) -> None:
     """A plan does not guess."""
     with pytest.raises(PlanError, match="plan"):
         plan(kind, batch=2, sequence=8, world_size=2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "match"),
     [
         ({"strategy": "half"}, "hybrid:N"),

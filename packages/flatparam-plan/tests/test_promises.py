@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
+from each_row import each_row
 
 import flatparam_plan
 from flatparam_comm.testing import PATIENCE
@@ -22,7 +22,7 @@ PROMISED = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), PROMISED)
+@each_row(("module", "name"), PROMISED)
 def test_promised_names_are_this_packages(module: str, name: str) -> None:
     """Each is listed where it is promised, is the same object as here, and comes without a warning."""
     promising = importlib.import_module(module)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam import FullyShardedDataParallel, ShardingStrategy, trace
 from flatparam.command import main
@@ -131,7 +132,7 @@ def heights(world: Collectives, directory: str, **arguments: Any) -> tuple[int, 
     return max(height for _, height in curve.points), curve.line, units_in(model)[0].unsharded_nbytes
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "others"),
     [
         ({}, 2),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_publish import PublishError
@@ -48,7 +49,7 @@ def record_of(pieces: list[Tensor], itemsize: int) -> tuple[Any, int]:
     return record, data.numel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES, ids=str)
 def test_changes_come_back(dtype: torch.dtype) -> None:
     """Whichever elements changed, and however, the receiver gets exactly their new bits, in the bytes of the formula."""
     chosen = random.Random(3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ def test_every_tensor_once(name: str, bucket: int, use_orig_params: bool) -> Non
         assert all(not of_other for of_other, _ in others)
 
 
-@pytest.mark.parametrize("bucket", [1, 60, 2**20])
+@each_row("bucket", [1, 60, 2**20])
 def test_chunks_are_put_together(bucket: int) -> None:
     """Of a model whose ranks have chunks of rows, some of them none, every rank gets whole tensors in one piece."""
 
@@ -99,7 +100,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 90), nn.Linear(90, 40), nn.Linear(40, 2))
 
 
-@pytest.mark.parametrize("bucket", [1, 500, 4000, 10**6])
+@each_row("bucket", [1, 500, 4000, 10**6])
 def test_memory(bucket: int) -> None:
     """At most two buckets that follow each other are in memory, each of half of `bucket` or of one tensor."""
 
@@ -142,7 +143,7 @@ def test_one_bucket_is_gathered_while_one_is_used() -> None:
     ]
 
 
-@pytest.mark.parametrize("bucket", [1, 500, 10**6])
+@each_row("bucket", [1, 500, 10**6])
 def test_bytes_on_the_wire(bucket: int) -> None:
     """In buckets of any size, each flat parameter moves once, in the dtype in which it is published."""
 
@@ -177,7 +178,7 @@ def test_copies_take_no_part() -> None:
     assert run_threads(4, program, True) == [(1, 6)] * 4
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@each_row("rank", [0, 1])
 def test_a_sink_that_fails(rank: int) -> None:
     """If a sink raises, every rank raises the same, and the ranks can publish again."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_comm import SingleCollectives
@@ -103,7 +104,7 @@ def test_irregular_files(which: Callable[[Path], Path], make: Callable[[Path], N
     assert_equal(received, expected(one._model))
 
 
-@pytest.mark.parametrize("make", [fifo, endless, circle], ids=lambda make: make.__name__)
+@each_row("make", [fifo, endless, circle], ids=lambda make: make.__name__)
 def test_something_in_the_way_of_the_publisher(make: Callable[[Path], None], tmp_path: Path) -> None:
     """Where it writes the next manifest lies a FIFO, a device or a link: it is replaced, and nothing else is written to."""
     one = published(tmp_path)
@@ -162,7 +163,7 @@ def other_cuts(tree: Any) -> None:
     tree["cuts"] = []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "edit",
     [without_packets, with_empty_packets, twice, no_parts, outside, begun_with_changes, other_cuts],
     ids=lambda edit: edit.__name__,

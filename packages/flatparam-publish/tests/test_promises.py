@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from each_row import each_row
 
 import flatparam_publish
 import flatparam_state
@@ -16,7 +17,7 @@ from flatparam_comm.testing import PATIENCE
 FROZEN = Path(__file__).parents[2] / "flatparam" / "tests" / "frozen_api.json"
 
 
-@pytest.mark.parametrize("name", flatparam_publish.__all__)
+@each_row("name", flatparam_publish.__all__)
 def test_promised_names_are_this_packages(name: str) -> None:
     """Each is listed where it is promised, is the same object as here, and comes without a warning."""
     with warnings.catch_warnings():

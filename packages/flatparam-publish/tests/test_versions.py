@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
@@ -53,7 +54,7 @@ def test_every_version_is_the_model(name: str, dtype: Any, use_orig_params: bool
         run_threads(world_size, program, tmp_path / str(world_size))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "different",
     [
         lambda rank: {"dtype": HALF if rank else torch.float16},
@@ -81,7 +82,7 @@ def test_ranks_that_would_publish_different_tensors(different: Any, tmp_path: Pa
     run_threads(2, program)
 
 
-@pytest.mark.parametrize("through", ["mailbox", "function"])
+@each_row("through", ["mailbox", "function"])
 def test_some_tensors_alone(through: str, use_orig_params: bool, tmp_path: Path) -> None:
     """Only what `only` accepts is sent; a module keeps the rest if it is told so, and is refused otherwise."""
 
@@ -194,7 +195,7 @@ def changed(model: nn.Module, snapshot: list[bytes]) -> int:
     return nbytes
 
 
-@pytest.mark.parametrize("size", [1e-5, 1e-3, 0.5])
+@each_row("size", [1e-5, 1e-3, 0.5])
 def test_bytes_on_the_wire(size: float, tmp_path: Path) -> None:
     """A version has the bytes of the formula in its changed elements, and no rank communicates any of the model."""
 
@@ -232,7 +233,7 @@ def test_nothing_has_changed(tmp_path: Path) -> None:
     assert receiver.version == 2
 
 
-@pytest.mark.parametrize("bucket", [1, 7, 50])
+@each_row("bucket", [1, 7, 50])
 def test_buckets(bucket: int, tmp_path: Path) -> None:
     """Looking at few elements at a time gives more records, and the same version."""
 
@@ -570,7 +571,7 @@ def test_in_memory() -> None:
         Mailbox.in_memory("../else")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("different", "words"),
     [
         (lambda rank: {"every_rank": rank == 1}, "every_rank is False on rank 0, True on rank 1"),
@@ -610,7 +611,7 @@ def test_ranks_that_publish_to_different_places(tmp_path: Path) -> None:
     run_threads(2, program)
 
 
-@pytest.mark.parametrize("through", ["mailbox", "function"])
+@each_row("through", ["mailbox", "function"])
 def test_an_interrupt_while_publishing(through: str, tmp_path: Path) -> None:
     """The interrupted rank raises what has interrupted it, the others are told at once; publishing again works."""
     armed = [True]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -88,7 +89,7 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Chain], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHER_MODELS)
+@each_row("kind", OTHER_MODELS)
 def test_different_models(kind: str) -> None:
     """Before the first byte is gathered, every rank names the first difference between the models."""
     make, plan, told = OTHER_MODELS[kind]
@@ -110,8 +111,8 @@ def test_different_models(kind: str) -> None:
 # The same order of units
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("ways", [("lr", "rl"), ("ll", "rr")], ids="-".join)
+@each_row("steps", [0, 1, 3])
+@each_row("ways", [("lr", "rl"), ("ll", "rr")], ids="-".join)
 def test_units_of_one_size_in_another_order(ways: tuple[str, str], steps: int, use_orig_params: bool) -> None:
     """After any number of steps the pass raises on every rank, before an optimizer could step, and names both units."""
 
@@ -147,7 +148,7 @@ def test_a_rank_that_leaves_a_unit_out() -> None:
         assert "rank 1 was at the gather of unit 'right'" in message
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@each_row("steps", [0, 2])
 def test_evaluation_in_another_order(steps: int) -> None:
     """A forward pass without gradients whose order differs raises on every rank, before its output is used."""
 
@@ -161,7 +162,7 @@ def test_evaluation_in_another_order(steps: int) -> None:
     assert all("unit 'left'" in message and "unit 'right'" in message for message in run(2, attempt))
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@each_row("steps", [0, 2])
 def test_one_rank_of_four(steps: int) -> None:
     """All ranks detect that one rank diverges, even those that share no group with it."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
@@ -12,7 +12,7 @@ from .models import Stack, batch
 from .worlds import Grads, check_same, full_gradients, mean_gradients, run, seeded, sharded
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@each_row("ranks", [1, 2, 3, 4])
 def test_gradients_are_means(ranks: int) -> None:
     """Equal data on every rank gives the gradient of one of them, whatever the number of ranks."""
 
@@ -50,8 +50,8 @@ class Adapted(nn.Module):
         return base + added
 
 
-@pytest.mark.parametrize("frozen", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@each_row("frozen", [torch.float16, torch.bfloat16, torch.float64])
+@each_row("ranks", [1, 2, 4, 8])
 def test_gradients_beside_frozen_parameters_of_another_dtype_are_means(
     ranks: int, frozen: torch.dtype
 ) -> None:

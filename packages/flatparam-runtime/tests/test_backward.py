@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +114,7 @@ def test_any_way_of_backward(
     check_same(full_gradients(module), gradients(way, seeded(Stack, device), 0))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+@each_row("way", WAYS, ids=[way.__name__ for way in WAYS])
 def test_any_way_of_backward_on_two_ranks(way: Way, free_after_forward: bool) -> None:
     """On two ranks gradients are the mean of each rank's own, as one reduction for each backward sums them."""
 
@@ -341,7 +342,7 @@ class Buffers(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("overlaps", [True, False, None])
+@each_row("overlaps", [True, False, None])
 def test_gradients_are_collected_one_unit_at_a_time(overlaps: bool | None) -> None:
     """There is one flat gradient at a time, even if one is reduced while the next unit's gradients are computed.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -38,7 +38,7 @@ def some(name: str, buffer: Tensor) -> torch.dtype | None:
     return HALF if name == "scale" else None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("policy", "cast"),
     [(HALF, {"scale", "layer.shift"}), (some, {"scale"}), (None, set())],
     ids=["all", "some", "none"],
@@ -63,8 +63,8 @@ def test_buffers_in_summoned_parameters() -> None:
         assert module.scale.dtype == torch.float32
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@each_row("broadcast", [True, False])
+@each_row("shards", [1, 2, 4])
 def test_broadcast(broadcast: bool, shards: int) -> None:
     """If the plan says so, each training forward begins with rank 0's buffers, and an evaluation with the rank's own."""
 

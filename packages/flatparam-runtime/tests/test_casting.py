@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, Precision, SingleCollectives
@@ -56,7 +57,7 @@ def reference(precision: Precision, ranks: int) -> Grads:
     return {name: total.to(precision.grad(stored)) for name, total in sums.items()}
 
 
-@pytest.mark.parametrize("kind", PRECISIONS)
+@each_row("kind", PRECISIONS)
 def test_gradients(kind: str, ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """With any precision gradients are, bit by bit, those of local models with the same casts, in the right dtype."""
     precision = PRECISIONS[kind]
@@ -120,7 +121,7 @@ CASTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("casting", "dtypes"), CASTINGS)
+@each_row(("casting", "dtypes"), CASTINGS)
 def test_who_casts(casting: Casting, dtypes: tuple[torch.dtype, ...]) -> None:
     """The outermost unit of a pass, or every unit, casts its inputs, and its outputs back, as the plan says."""
     module = sharded(Widening, SingleCollectives(), units=["inner"], casting=casting)
@@ -147,7 +148,7 @@ class Without(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("casting", "taken"),
     [
         (Casting(HALF, at_root=False, below_root=True), FULL),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -109,8 +110,8 @@ SELECTED: dict[str, Any] = {"all": all_operations, "products": [torch.ops.aten.a
 """The operations whose results selective checkpointing saves."""
 
 
-@pytest.mark.parametrize("selected", SELECTED)
-@pytest.mark.parametrize("nesting", NESTINGS)
+@each_row("selected", SELECTED)
+@each_row("nesting", NESTINGS)
 def test_selective_checkpoints(nesting: str, selected: str, ranks: int, use_orig_params: bool) -> None:
     """Selective checkpointing saves operations of the model alone: not those of the gathers of units inside."""
     part, units = NESTINGS[nesting]
@@ -139,8 +140,8 @@ def test_selective_checkpoints(nesting: str, selected: str, ranks: int, use_orig
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("top", [True, False], ids=["root", "inner"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+@each_row("top", [True, False], ids=["root", "inner"])
+@each_row("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 def test_a_units_own_checkpoints(reentrant: bool, top: bool) -> None:
     """A unit's own checkpointed modules are recomputed with their parameters, even when the rest of the unit is done.
 
@@ -281,7 +282,7 @@ def test_recomputation_inside_a_unit_gathers_once() -> None:
         ]
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+@each_row("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 def test_recomputation_around_a_unit_gathers_once(reentrant: bool) -> None:
     """A unit inside a checkpoint is gathered once in backward, for its recomputation and its gradients together."""
     module = sharded(

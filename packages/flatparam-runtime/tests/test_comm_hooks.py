@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -88,7 +89,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@each_row("stages", STAGES)
 def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
     """A hook at any stage is called for each unit, in place of the collective, and training is as without it."""
 
@@ -110,7 +111,7 @@ def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("stage", ["all_gather", "reduce"])
+@each_row("stage", ["all_gather", "reduce"])
 def test_the_collective_itself_is_not_called(stage: HookStage) -> None:
     """If a stage has a hook, the unit itself sends nothing at that stage."""
     ledger = ByteLedger()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -46,7 +47,7 @@ def output(module: nn.Module) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("units", [[], ["first"], ["first", "last"]], ids=str)
+@each_row("units", [[], ["first"], ["first", "last"]], ids=str)
 def test_a_change_in_a_training_pass_is_refused(
     units: list[str], use_orig_params: bool, free_after_forward: bool
 ) -> None:

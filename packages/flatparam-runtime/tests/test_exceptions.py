@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -185,9 +186,9 @@ def test_the_next_step_is_as_ever(
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
-@pytest.mark.parametrize("units", [UNITS, []], ids=["inside", "around"])
-@pytest.mark.parametrize("at", range(4))
+@each_row("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+@each_row("units", [UNITS, []], ids=["inside", "around"])
+@each_row("at", range(4))
 def test_a_recomputation_that_fails(at: int, units: list[str], reentrant: bool) -> None:
     """An exception in a recomputation (which is a forward inside of a backward) is recovered from."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -107,9 +108,9 @@ def test_a_collective_that_cannot_start_on_two_ranks(op: str, nth: int, plan: st
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("plan", PREFETCH)
-@pytest.mark.parametrize(("op", "nth"), CASES, ids=[f"{op} {nth}" for op, nth in CASES])
+@each_row("kept", [False, True], ids=["dropped", "kept"])
+@each_row("plan", PREFETCH)
+@each_row(("op", "nth"), CASES, ids=[f"{op} {nth}" for op, nth in CASES])
 def test_a_collective_that_does_not_end(op: str, nth: int, plan: str, kept: bool) -> None:
     """Whichever wait of a step raises, again at every call: the next step is as ever, and all memory is given back."""
     breaking = BreakingCollectives(SingleCollectives(), op)

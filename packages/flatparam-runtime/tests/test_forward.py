@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import (
@@ -293,7 +294,7 @@ class Nowhere(ForwardingCollectives):
         return self
 
 
-@pytest.mark.parametrize("units", [[], ["layer"]], ids=["its own", "a nested unit's"])
+@each_row("units", [[], ["layer"]], ids=["its own", "a nested unit's"])
 def test_the_roots_inputs_go_to_its_device(units: list[str]) -> None:
     """Inputs of the outermost unit, in any nesting, come to its model's device; what is there already is not copied."""
     seen: list[Tensor] = []

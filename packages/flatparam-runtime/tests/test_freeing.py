@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from each_row import each_row
 
 from flatparam_comm import Residency
 from flatparam_runtime.passes.freeing import Juncture, may_free
@@ -97,7 +97,7 @@ CALL_ENDED: list[tuple[str, bool, dict[str, Any], dict[str, Any], dict[str, Any]
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("facts", "of_call", "more", "goes"),
     [(f, c, m, g) for _, g, f, c, m in CALL_ENDED],
     ids=[row[0] for row in CALL_ENDED],
@@ -119,7 +119,7 @@ def test_what_a_call_returned_stays() -> None:
     assert not may_free(unit, Juncture.READER_ENDED, call, around=RECORDED)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("facts", "of_call", "around", "goes"),
     [
         ({}, {}, RECORDED, True),
@@ -137,7 +137,7 @@ def test_after_a_reader(facts: dict[str, Any], of_call: dict[str, Any], around: 
     assert may_free(_unit(**facts), Juncture.READER_ENDED, _call(**of_call), around=around) is goes
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("moment", "facts", "is_kept", "goes"),
     [
         (Juncture.LOAN_ENDED, {}, False, True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -44,7 +44,7 @@ def all_but_a_bias() -> Chain:
     return module
 
 
-@pytest.mark.parametrize("make", [frozen_middle, frozen_start, frozen_inside, all_but_a_bias])
+@each_row("make", [frozen_middle, frozen_start, frozen_inside, all_but_a_bias])
 def test_frozen_parameters(
     make: type[Chain], ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -49,8 +50,8 @@ def loss(module: nn.Module, rank: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("loss", [gradient_penalty, only_the_penalty, penalty_of_two_calls])
-@pytest.mark.parametrize("model", [Stack, lambda: Chain(2)], ids=["Stack", "Chain"])
+@each_row("loss", [gradient_penalty, only_the_penalty, penalty_of_two_calls])
+@each_row("model", [Stack, lambda: Chain(2)], ids=["Stack", "Chain"])
 def test_gradients_of_gradients(
     loss: Callable[[nn.Module, int], Tensor],
     model: Callable[[], nn.Module],

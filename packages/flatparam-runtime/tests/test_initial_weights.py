@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
@@ -80,8 +81,8 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (FEW.value,)])
-@pytest.mark.parametrize(
+@each_row("shape", [(), (0,), (1,), (3, 5), (FEW.value,)])
+@each_row(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int8]
 )
 def test_few_elements_are_added_up_as_many(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -101,9 +102,7 @@ def test_a_single_rank_computes_no_checksum() -> None:
     assert unit.held.initial is None
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int8, torch.bool]
-)
+@each_row("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int8, torch.bool])
 def test_every_dtype_has_a_checksum(dtype: torch.dtype) -> None:
     """Parameters of any dtype are compared, by their bits."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +59,7 @@ def with_methods(module: Coder) -> Coder:
 LOSSES = [by_submodules, by_methods, by_part_of_a_part, by_self_and_part]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each_row("loss", LOSSES)
 def test_gradients_are_those_of_the_local_model(
     loss: Callable[[nn.Module, int], Tensor], ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:

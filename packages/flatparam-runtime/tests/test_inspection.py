@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives, memory_view
@@ -350,7 +351,7 @@ def test_without_writeback_a_replacement_is_dropped() -> None:
         assert torch.equal(module.stem.weight, before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "other",
     [torch.zeros(2, 4), torch.zeros(4, 4, dtype=torch.float64)],
     ids=["shape", "dtype"],

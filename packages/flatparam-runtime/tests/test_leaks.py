@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -205,7 +206,7 @@ def _passes(module: nn.Module) -> list[Any]:
     return [tree.last_forward for tree in trees if tree.last_forward is not None]
 
 
-@pytest.mark.parametrize("backward", [True, False], ids=["backward", "dropped"])
+@each_row("backward", [True, False], ids=["backward", "dropped"])
 def test_hooks_on_a_lasting_input_do_not_pile_up(backward: bool) -> None:
     """A leaf that is an input of every step (a prompt, an adversarial image) has as many hooks as after one."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
@@ -233,7 +234,7 @@ class Handing(nn.Module):
         return self.stack(self.prompt), self.prompt
 
 
-@pytest.mark.parametrize("backward", [True, False], ids=["backward", "dropped"])
+@each_row("backward", [True, False], ids=["backward", "dropped"])
 def test_hooks_on_a_lasting_output_do_not_pile_up(backward: bool) -> None:
     """A parameter that a module hands out (an ignored, whole one) does not collect a hook at each step."""
     module = Handing()

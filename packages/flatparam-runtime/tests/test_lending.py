@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,7 +86,7 @@ def loss(module: nn.Module, rank: int, *way: str, **how: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: ", ".join(way))
+@each_row("way", WAYS, ids=lambda way: ", ".join(way))
 def test_training_is_that_of_the_local_model(
     way: Sequence[str], ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:
@@ -96,7 +97,7 @@ def test_training_is_that_of_the_local_model(
     check_training(Reader, steps, ranks, units=UNITS, exact="penalty" not in way, **plan)
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+@each_row("how", ["", "reentrant", "not reentrant"])
 def test_a_unit_that_is_recomputed_reads_again(how: str, ranks: int, use_orig_params: bool) -> None:
     """With either kind of checkpoint around the unit that reads, the recomputation has whole parameters."""
     steps: list[Callable[[nn.Module, int], Tensor]] = [
@@ -290,7 +291,7 @@ def _with_what_is_returned(module: nn.Module, rank: int, *way: str) -> Tensor:
     return (out @ weight.T).square().mean() + weight.abs().sum()
 
 
-@pytest.mark.parametrize("way", [[], ["call head"], ["read head"], ["first"]], ids=" ".join)
+@each_row("way", [[], ["call head"], ["read head"], ["first"]], ids=" ".join)
 def test_a_parameter_that_is_returned_is_whole(
     way: Sequence[str], ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:
@@ -331,7 +332,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@each_row("alias", ALIASES.values(), ids=ALIASES)
 def test_an_alias_that_is_returned_is_whole(
     alias: Callable[[Tensor], Tensor], ranks: int, use_orig_params: bool, free_after_forward: bool
 ) -> None:
@@ -345,7 +346,7 @@ def test_an_alias_that_is_returned_is_whole(
     check_training(Aliases, [step] * 3, ranks, units=["own", "head"], exact=False, **plan)
 
 
-@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@each_row("alias", ALIASES.values(), ids=ALIASES)
 def test_an_alias_of_what_is_not_trained_is_whole(
     alias: Callable[[Tensor], Tensor], ranks: int, use_orig_params: bool
 ) -> None:

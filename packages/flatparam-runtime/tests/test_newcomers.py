@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 
-import pytest
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, Topology
@@ -64,7 +64,7 @@ def warned(change: Callable[[Stack], None], use_orig_params: bool, *, copied: bo
     return [text for warning in caught if "no unit holds" in (text := str(warning.message))]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "unit", "names"),
     [
         (replace_head, "(root)", "'head.weight' .. 'head.bias' (2 parameters)"),
@@ -86,7 +86,7 @@ def test_newcomers_are_named(
         assert "replace or add modules before the model is sharded" in message
 
 
-@pytest.mark.parametrize("change", [replace_with_frozen, replace_with_unit, nothing])
+@each_row("change", [replace_with_frozen, replace_with_unit, nothing])
 def test_what_is_frozen_or_sharded_is_no_newcomer(
     change: Callable[[Stack], None], use_orig_params: bool
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParamError, RankError, Topology, run_threads
@@ -141,7 +142,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Any]:
     return copy.deepcopy([optimizer.param_groups, [*optimizer.state.values()]])
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@each_row("use_orig_params", [True, False])
 def test_an_error_names_rank_and_parameter_and_changes_nothing(use_orig_params: bool) -> None:
     """Every rank raises in the same pass, with the rank whose batch it was; training can go on from there."""
 
@@ -339,7 +340,7 @@ def test_the_gradients_stay_to_be_looked_at() -> None:
     assert re.search(r"leaves out a step on all ranks: .* rank 0 has the sum of '0.weight'", told[0])
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@each_row("nonfinite", ["skip", "raise"])
 def test_optimizers_in_backward_are_refused(nonfinite: str) -> None:
     """An optimizer that steps inside backward comes before the verdict: refused, by name."""
 

@@ -6,8 +6,8 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -76,7 +76,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_row("form", FORMS)
 def test_any_form_of_output_trains(form: str, ranks: int) -> None:
     """A unit's output may be of any form, shown or hidden: gradients are those of a local module, and all is freed."""
 
@@ -94,8 +94,8 @@ def test_any_form_of_output_trains(form: str, ranks: int) -> None:
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("form", HALF_HIDDEN)
-@pytest.mark.parametrize("frozen", [False, True])
+@each_row("form", HALF_HIDDEN)
+@each_row("frozen", [False, True])
 def test_an_output_may_be_half_hidden(form: str, frozen: bool) -> None:
     """If only some tensors of an output can be seen, the others' backward reads no freed memory.
 
@@ -116,7 +116,7 @@ def test_an_output_may_be_half_hidden(form: str, frozen: bool) -> None:
     check_at_rest(module)
 
 
-@pytest.mark.parametrize("form", ["callable object", "closure"])
+@each_row("form", ["callable object", "closure"])
 def test_a_frozen_units_hidden_output(form: str) -> None:
     """A frozen unit whose output hides its tensors has its parameters for the gradient of its input."""
 
@@ -186,8 +186,8 @@ class Nothing(nn.Module):
         return self.value
 
 
-@pytest.mark.parametrize("inside", ["plainly", "in an except block"])
-@pytest.mark.parametrize("value", [None, 3, "text", (), {"a": 1}])
+@each_row("inside", ["plainly", "in an except block"])
+@each_row("value", [None, 3, "text", (), {"a": 1}])
 def test_an_output_without_tensors(value: object, inside: str) -> None:
     """A module may return no tensor at all: ``None`` is no failure, even while an exception is being handled."""
     module = sharded(lambda: Nothing(value), SingleCollectives())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,7 +155,7 @@ def test_no_flat_gradient_is_made() -> None:
     assert run(2, _most, two_steps) == [(0, 6, 0)] * 2
 
 
-@pytest.mark.parametrize(("more", "parts"), [(0, 6), (1, 0)])
+@each_row(("more", "parts"), [(0, 6), (1, 0)])
 def test_small_gradients_are_copied_first(more: int, parts: int) -> None:
     """If gradients have fewer bytes on average than the threshold, one flat gradient for all is used."""
     block = Chain(1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
@@ -31,7 +32,7 @@ def replace_forward(module: nn.Linear) -> None:
     module.forward = lambda x: nn.functional.linear(x, module.weight) * 2.0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("patch", "late"),
     [
         (wrap_forward, False),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,7 +28,7 @@ ILLEGAL = sorted(
 )
 
 
-@pytest.mark.parametrize(("current", "target"), ILLEGAL, ids=[f"{a.name}-{b.name}" for a, b in ILLEGAL])
+@each_row(("current", "target"), ILLEGAL, ids=[f"{a.name}-{b.name}" for a, b in ILLEGAL])
 def test_an_illegal_step_names_both_ends(current: Phase, target: Phase) -> None:
     """Every step that is not in the table raises an error with the unit, both ends, and the legal steps."""
     with pytest.raises(IllegalStepError) as caught:

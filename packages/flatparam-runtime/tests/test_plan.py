@@ -2,6 +2,7 @@
 
 import attrs
 import pytest
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def test_the_defaults_are_full_shard() -> None:
     assert not plan.use_orig_params
 
 
-@pytest.mark.parametrize("name", ["topology", "free_after_forward", "prefetch", "precision"])
+@each_row("name", ["topology", "free_after_forward", "prefetch", "precision"])
 def test_a_plan_cannot_be_changed(name: str) -> None:
     """Plans are frozen: a unit's settings stay as they were when it was made."""
     plan = UnitPlan(Topology(SingleCollectives()))
@@ -52,7 +53,7 @@ def test_equal_plans_are_equal() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "told"),
     [
         ({"topology": None}, "expected a Topology as topology, found None"),

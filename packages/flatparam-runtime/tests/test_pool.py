@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import BufferPool, Collectives, SingleCollectives
@@ -60,7 +61,7 @@ def step_in_inference(module: nn.Module) -> None:
         module(batch())
 
 
-@pytest.mark.parametrize("way", [step, evaluate, step_in_inference])
+@each_row("way", [step, evaluate, step_in_inference])
 def test_nothing_is_kept_between_passes(
     way: Callable[[nn.Module], None], ranks: int, free_after_forward: bool
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -83,7 +83,7 @@ def place(lines: list[str], what: str) -> int:
     return lines.index(what)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@each_row("depth", [0, 1, 2])
 def test_forward_prefetch(depth: int) -> None:
     """From the second pass on a unit's gather begins ``depth`` units before it computes, and not sooner."""
     wire = Wire()
@@ -161,7 +161,7 @@ def test_no_backward_prefetch() -> None:
             assert begin > place(lines, f"compute backward blocks.{number + 1}")
 
 
-@pytest.mark.parametrize("order", BackwardOrder)
+@each_row("order", BackwardOrder)
 def test_reductions_are_waited_for_one_unit_later(order: BackwardOrder) -> None:
     """A unit's reduction is launched and left; the wait comes after the next unit's gradients are computed."""
     lines = backward_lines(order)
@@ -209,7 +209,7 @@ WAYS = ["lr", "rl", "l", "r", "lrlr", "", "rrl", "lr"]
 PLANS = [PrefetchPlan(depth, order) for depth in (0, 1, 3) for order in BackwardOrder]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=[f"{plan.forward}-{plan.backward.name}" for plan in PLANS])
+@each_row("plan", PLANS, ids=[f"{plan.forward}-{plan.backward.name}" for plan in PLANS])
 def test_a_wrong_guess_changes_nothing(plan: PrefetchPlan, ranks: int, free_after_forward: bool) -> None:
     """An order that changes at every step, with branches not taken and units called twice, gives the same gradients.
 
@@ -268,7 +268,7 @@ class Aside(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("order", BackwardOrder)
+@each_row("order", BackwardOrder)
 def test_the_end_of_backward_gathers_nothing(order: BackwardOrder) -> None:
     """Units that become complete when autograd has ended gather no unit ahead, which would stay in memory."""
     module = sharded(Aside, SingleCollectives(), units=["unused", "used"], prefetch=PrefetchPlan(0, order))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import SingleCollectives
@@ -47,7 +47,7 @@ def gathers(module: nn.Module, direction: str) -> list[str]:
     return [letters[event.kind] + event.unit.removeprefix("blocks.") for event in events]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lists", "expected"),
     [
         ({}, "g0 u0 r0 g1 u1 r1 g2 u2 r2 g3 u3 r3"),
@@ -69,7 +69,7 @@ def test_forward_lists(lists: dict[int, Sequence[int]], expected: str) -> None:
         assert " ".join(gathers(module, "forward")) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lists", "expected"),
     [
         ({}, "g3 u3 r3 g2 u2 r2 g1 u1 r1 g0 u0 r0"),
@@ -104,7 +104,7 @@ def test_a_list_takes_the_place_of_the_plan() -> None:
     assert " ".join(gathers(module, "backward")) == "g3 g2 u3 r3 g1 u2 r2 g0 u1 r1 u0 r0"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("order", "depth", "expected"),
     [
         (BackwardOrder.BEFORE_COMPUTE, 1, "g3 g2 u3 r3 g1 u2 r2 g0 u1 r1 u0 r0"),
@@ -123,10 +123,8 @@ def test_backward_depth(order: BackwardOrder, depth: int, expected: str) -> None
         assert " ".join(gathers(module, "backward")) == expected
 
 
-@pytest.mark.parametrize(
-    "lists", [{0: [3, 2, 1, 0]}, {1: [0, 0], 2: [1]}, {i: range(DEPTH) for i in range(DEPTH)}]
-)
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@each_row("lists", [{0: [3, 2, 1, 0]}, {1: [0, 0], 2: [1]}, {i: range(DEPTH) for i in range(DEPTH)}])
+@each_row("direction", ["forward", "backward"])
 def test_no_list_changes_gradients(
     lists: dict[int, Sequence[int]],
     direction: str,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives, Topology, Totals
@@ -226,7 +227,7 @@ class TwoGates(nn.Module):
         return x * self.gate if "3" in opens else x
 
 
-@pytest.mark.parametrize("opener", range(RANKS))
+@each_row("opener", range(RANKS))
 def test_units_over_groups_of_their_own(opener: int) -> None:
     """One tree, a unit over all ranks, one in a rectangle, one of copies: each learns of a gradient that one rank has."""
 

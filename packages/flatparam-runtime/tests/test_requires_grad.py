@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives
@@ -38,10 +39,8 @@ FREEZES = {
 }
 
 
-@pytest.mark.parametrize(
-    "when", ["before the first pass", "later", "before accumulation", "before evaluation"]
-)
-@pytest.mark.parametrize("prefixes", FREEZES.values(), ids=FREEZES)
+@each_row("when", ["before the first pass", "later", "before accumulation", "before evaluation"])
+@each_row("prefixes", FREEZES.values(), ids=FREEZES)
 def test_one_rank_freezes(prefixes: list[str], when: str) -> None:
     """If `requires_grad` differs between ranks, every rank raises at the next pass, and names the parameter and ranks."""
 

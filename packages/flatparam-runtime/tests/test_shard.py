@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives, Topology
@@ -369,7 +370,7 @@ def test_values_are_given_while_sharding(ranks: int, use_orig_params: bool) -> N
         check_same(dict(found), dict(seeded(Block).named_parameters()))
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@each_row("kept", [False, True])
 def test_a_parameter_whose_unit_is_gone(kept: bool) -> None:
     """A parameter that was sharded with a module that does not exist any more is refused by name."""
     gone, module = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

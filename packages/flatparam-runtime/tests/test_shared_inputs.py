@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -101,7 +102,7 @@ def test_units_do_not_wait_for_each_other(shared: str, frozen: bool, use_orig_pa
     assert run(2, schedule, shared, plan, frozen) == run(2, schedule, "", plan, frozen)
 
 
-@pytest.mark.parametrize("shared", SHARED)
+@each_row("shared", SHARED)
 def test_gradients_are_those_of_one_process(shared: str, use_orig_params: bool) -> None:
     """A unit that is complete before its shared inputs have their gradients has collected all of its own."""
 

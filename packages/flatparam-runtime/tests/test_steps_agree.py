@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, RankError, run_threads
@@ -47,8 +48,8 @@ def _train(world: Collectives, how: str, optimizer_class: type[torch.optim.Optim
     return losses
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-@pytest.mark.parametrize(
+@each_row("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+@each_row(
     ("how", "told"),
     [
         ("left out", r"rank 0 was at the step of \w+\(lr=0.1.*; rank 1 was at the gather of unit"),
@@ -163,7 +164,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@each_row("what", CHANGES)
 def test_what_ranks_do_between_passes_is_compared(what: str, use_orig_params: bool) -> None:
     """Clipping with another norm on one rank, or a zero_grad() that is left out, is an error at the end of the next pass."""
     with pytest.raises(RankError) as raised:
@@ -174,7 +175,7 @@ def test_what_ranks_do_between_passes_is_compared(what: str, use_orig_params: bo
     assert re.search(CHANGES[what], str(error)), error
 
 
-@pytest.mark.parametrize("what", [*CHANGES, "zero_grad twice"])
+@each_row("what", [*CHANGES, "zero_grad twice"])
 def test_the_same_on_all_ranks_is_no_divergence(what: str, use_orig_params: bool) -> None:
     """What all ranks do, and a zero_grad() that has nothing more to drop, is as it should be."""
     assert run_threads(2, _between_passes, what, use_orig_params, (0, 1)) == [3, 3]
@@ -233,8 +234,8 @@ def test_ranks_may_list_only_what_they_have(world_size: int, lists: str, filtere
     assert run_threads(world_size, _of_lists, lists, filtered, keeps, "-") == [3] * world_size
 
 
-@pytest.mark.parametrize("lists", ["one of all", "weights and biases"])
-@pytest.mark.parametrize("world_size", [2, 5])
+@each_row("lists", ["one of all", "weights and biases"])
+@each_row("world_size", [2, 5])
 def test_a_step_of_what_some_ranks_have_nothing_of_is_compared(world_size: int, lists: str) -> None:
     """A rank whose optimizers list everything, and that leaves out the step of one, is told."""
     with pytest.raises(RankError) as raised:

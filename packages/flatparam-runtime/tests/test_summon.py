@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, FlatParamError, Precision
@@ -48,7 +49,7 @@ def scaled(values: Grads, factor: float) -> Grads:
     return {name: None if value is None else value * factor for name, value in values.items()}
 
 
-@pytest.mark.parametrize("asked", COMBINATIONS, ids=told)
+@each_row("asked", COMBINATIONS, ids=told)
 def test_any_combination(asked: dict[str, bool], ranks: int, use_orig_params: bool) -> None:
     """The requested parameters are shown on the requested ranks, and exactly the changes that are to be kept are kept."""
 
@@ -128,7 +129,7 @@ def test_one_inside_another(outer: dict[str, bool], inner: dict[str, bool], use_
         check_same(found, expected)
 
 
-@pytest.mark.parametrize("asked", SHOWN[1:], ids=told)
+@each_row("asked", SHOWN[1:], ids=told)
 def test_nothing_is_computed_with_copies(asked: dict[str, bool], ranks: int) -> None:
     """A forward pass inside a context that only shows raises on every rank, and says so; after it training goes on."""
 
@@ -165,7 +166,7 @@ def test_training_inside(writeback: bool, ranks: int, use_orig_params: bool) -> 
         check_same(found, stepped)
 
 
-@pytest.mark.parametrize("asked", COMBINATIONS, ids=told)
+@each_row("asked", COMBINATIONS, ids=told)
 def test_mixed_precision(asked: dict[str, bool], use_orig_params: bool) -> None:
     """Parameters are shown and taken over in their own dtype, to the last bit, whatever the compute dtype."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +41,7 @@ def test_training_is_that_of_the_local_model(
     check_training(model, [loss] * 3, ranks, units=MODELS[model], **plan)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_any_order_of_use(way: str, ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """Whichever unit is called first, twice, or not at all, the holder or the borrower, the gradients are right."""
     plan = {"use_orig_params": use_orig_params, "free_after_forward": free_after_forward}

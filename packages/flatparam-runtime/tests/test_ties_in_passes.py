@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives
@@ -26,8 +27,8 @@ def loss(module: nn.Module, rank: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@each_row("model", MODELS)
+@each_row("plan", PLANS, ids=str)
 def test_prefetched(model: type[nn.Module], plan: PrefetchPlan, ranks: int, free_after_forward: bool) -> None:
     """However far ahead units are gathered, a borrower finds what it borrows."""
     how = {"prefetch": plan, "free_after_forward": free_after_forward}
@@ -96,8 +97,8 @@ def test_failing(ranks: int, use_orig_params: bool, free_after_forward: bool) ->
     check_training(TiedBranches, [failing] * 2, ranks, units=SIDES, **how)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("asked", [{}, {"rank0_only": True}, {"with_grads": True}], ids=str)
+@each_row("model", MODELS)
+@each_row("asked", [{}, {"rank0_only": True}, {"with_grads": True}], ids=str)
 def test_summoned(model: type[nn.Module], asked: dict[str, bool], ranks: int, use_orig_params: bool) -> None:
     """Summoned, a shared parameter is listed once, under its first name, and changed once."""
 

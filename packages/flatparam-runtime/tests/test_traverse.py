@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -122,9 +123,7 @@ def test_a_tensor_is_found_in(place: str) -> None:
         assert found[0] is tensor
 
 
-@pytest.mark.parametrize(
-    "value", [None, 1, 2.5, 1j, "text", b"bytes", Tensor, Colour.RED, [], {}, (), object()]
-)
+@each_row("value", [None, 1, 2.5, 1j, "text", b"bytes", Tensor, Colour.RED, [], {}, (), object()])
 def test_nothing_is_found_in(value: object) -> None:
     """Values without tensors yield nothing, and nothing fails on them."""
     assert list(tensors_in(value)) == []

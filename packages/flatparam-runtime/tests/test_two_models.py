@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, RankError, SingleCollectives, Topology, run_threads
@@ -47,9 +48,9 @@ def evaluate(model: nn.Module) -> None:
         model(batch(0))
 
 
-@pytest.mark.parametrize("pass_", [train, evaluate], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("how", ["different", "equal", "copied"])
-@pytest.mark.parametrize("strategy", [{}, {"free_after_forward": False}], ids=["zero3", "zero2"])
+@each_row("pass_", [train, evaluate], ids=lambda each: each.__name__)
+@each_row("how", ["different", "equal", "copied"])
+@each_row("strategy", [{}, {"free_after_forward": False}], ids=["zero3", "zero2"])
 def test_another_order_on_one_rank_is_named(
     pass_: Callable[[nn.Module], None], how: str, strategy: dict[str, object], use_orig_params: bool
 ) -> None:
@@ -73,7 +74,7 @@ def test_another_order_on_one_rank_is_named(
     )
 
 
-@pytest.mark.parametrize("how", ["different", "loaded", "copied"])
+@each_row("how", ["different", "loaded", "copied"])
 def test_another_order_at_the_first_call_is_told(how: str, use_orig_params: bool) -> None:
     """Before the first gather: an error if the weights differ, and a warning if nobody knows, since they were changed."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -158,7 +159,7 @@ def test_how_many_hooks_a_model_has() -> None:
         assert hooks(module) == {"(root)": 4, "blocks.0": 0, "blocks.1": 0}
 
 
-@pytest.mark.parametrize("is_leaf", [False, True])
+@each_row("is_leaf", [False, True])
 def test_a_root_whose_input_gets_a_gradient(is_leaf: bool) -> None:
     """The input's gradient says when the root is done, so that its leaves need no hook.
 
@@ -184,7 +185,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_row("form", FORMS)
 def test_hidden_outputs(form: str, ranks: int, use_orig_params: bool) -> None:
     """A unit that hides its output trains to the same bits, since each of its gradients has a hook."""
     how = FORMS[form]
@@ -206,7 +207,7 @@ def test_a_missing_gradient_is_not_waited_for() -> None:
         assert hooks(module)["part"] == 0
 
 
-@pytest.mark.parametrize("way", ["ll", "lrl", "rllr"])
+@each_row("way", ["ll", "lrl", "rllr"])
 def test_a_unit_that_is_called_twice(way: str, ranks: int, use_orig_params: bool) -> None:
     """Each call adds to the same leaves' gradients, which are collected when the last call is done."""
 
@@ -261,7 +262,7 @@ def asked_for_input(module: nn.Module, rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize("way", [create_graph, retained, asked_for_input])
+@each_row("way", [create_graph, retained, asked_for_input])
 def test_other_backwards(way: Callable[[nn.Module, int], None], ranks: int, use_orig_params: bool) -> None:
     """Graphs of gradients, several backwards of one graph, and `autograd.grad` give the bits of the plain model."""
 

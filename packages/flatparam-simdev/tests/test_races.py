@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
+from each_row import each_row
 
 from flatparam_simdev.log import Kind
 from flatparam_simdev.races import find_races
@@ -93,7 +93,7 @@ def test_a_write_after_a_read_races() -> None:
     assert rules(log) == ["race"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "synchronise",
     [
         lambda log: log.synchronise(0),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import ByteLedger, Collectives, RecordingCollectives
@@ -43,8 +44,8 @@ def test_a_saved_state_is_what_is_saved_after_loading_it(
         )
 
 
-@pytest.mark.parametrize("target", UNITS_OF_NESTED, ids=["root", "deep", "no root", "others"])
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 4)], ids=str)
+@each_row("target", UNITS_OF_NESTED, ids=["root", "deep", "no root", "others"])
+@each_row("sizes", [(2, 1), (1, 2), (3, 4)], ids=str)
 def test_other_world_size_other_units_other_exposure(
     sizes: tuple[int, int], target: tuple[str, ...], use_orig_params: bool
 ) -> None:

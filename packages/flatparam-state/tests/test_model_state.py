@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
@@ -16,8 +17,8 @@ from .models import CASES, Buffers, Case, Tied, mlp
 from .worlds import assert_same_state, same_on_all, shard, shard_case
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@each_row("world_size", [1, 2, 3])
+@each_row("name", CASES)
 def test_state_is_that_of_the_unsharded_model(name: str, world_size: int, use_orig_params: bool) -> None:
     """On every rank: the same keys in the same order, and tensors equal in bits, dtype, shape and memory order."""
     case = CASES[name]

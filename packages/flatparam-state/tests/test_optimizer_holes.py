@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
@@ -125,7 +126,7 @@ def holds(owned: str, held: str, **states: str) -> Inventory:
     return Inventory(b"", bytes(map(int, owned)), bytes(map(int, held)), digits)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("ranks", "expected"),
     [
         ([holds("11", "11"), holds("11", "11")], None),

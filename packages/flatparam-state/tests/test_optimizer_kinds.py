@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
@@ -162,7 +163,7 @@ def test_several_optimizers(use_orig_params: bool) -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.parametrize("units", [("",), ("embed", "body", "head"), ("head", "body", "embed")])
+@each_row("units", [("",), ("embed", "body", "head"), ("head", "body", "embed")])
 def test_a_tied_parameter_has_one_name(units: tuple[str, ...], use_orig_params: bool) -> None:
     """Whichever unit holds it: that of the unsharded model, so that the state loads under any other wrapping."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
@@ -73,8 +74,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", KINDS)
+@each_row("world_size", [1, 2, 4])
+@each_row("name", KINDS)
 def test_every_kind_of_model(name: str, world_size: int, use_orig_params: bool) -> None:
     """What was saved is what is saved after loading it: tied, 0-d, empty, frozen, ignored, unsharded parameters too."""
     _, optimizer_state = saved_plainly(CASES[name], adam)
@@ -120,7 +121,7 @@ def test_other_world_size_other_units_other_exposure(
         assert_same_optimizer(after, optimizer_state, ordered=False)
 
 
-@pytest.mark.parametrize("name", ["Adam", "SGD momentum", "AdamW amsgrad"])
+@each_row("name", ["Adam", "SGD momentum", "AdamW amsgrad"])
 def test_training_goes_on_as_if_it_had_not_stopped(name: str, use_orig_params: bool) -> None:
     """Two steps, saving, a new model and optimizer, loading, two steps: the bits of four steps at a stretch."""
     case, make = CASES["nested units"], OPTIMIZERS[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
@@ -68,9 +69,9 @@ class OtherAdam(torch.optim.Adam):
 STATEFUL = [name for name in OPTIMIZERS if name not in ("SGD", "ASGD")]
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize(("build", "sizes"), [(vector, (8, 16)), (layers, (5, 6))])
-@pytest.mark.parametrize("name", [*STATEFUL, "not of torch"])
+@each_row("rank0_only", [False, True])
+@each_row(("build", "sizes"), [(vector, (8, 16)), (layers, (5, 6))])
+@each_row("name", [*STATEFUL, "not of torch"])
 def test_the_state_of_a_model_with_other_shapes(
     name: str, build: Any, sizes: tuple[int, int], rank0_only: bool, use_orig_params: bool
 ) -> None:
@@ -160,7 +161,7 @@ class Bytes(_Custom):
         return {"codes": parameter.to(torch.int8), "absmax": scales, "qmap": torch.arange(9.0)}
 
 
-@pytest.mark.parametrize("kind", [Factors, Covers, Squares, Scalars, Projected, Bytes, torch.optim.Adafactor])
+@each_row("kind", [Factors, Covers, Squares, Scalars, Projected, Bytes, torch.optim.Adafactor])
 def test_states_with_shapes_of_their_own_are_loaded(kind: Any) -> None:
     """What an optimizer keeps for whole parameters, in whatever shape, comes back as it was saved."""
 
@@ -187,8 +188,8 @@ NO_ELEMENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("kind", NO_ELEMENTS)
+@each_row("rank0_only", [False, True])
+@each_row("kind", NO_ELEMENTS)
 def test_a_tensor_that_cannot_be_copied(kind: str, rank0_only: bool, use_orig_params: bool) -> None:
     """A sparse, meta or quantized moment of the right shape is refused by name, and says what it is."""
     state = saved(layers(5), adam)
@@ -198,7 +199,7 @@ def test_a_tensor_that_cannot_be_copied(kind: str, rank0_only: bool, use_orig_pa
         assert kind in message
 
 
-@pytest.mark.parametrize("kind", NO_ELEMENTS)
+@each_row("kind", NO_ELEMENTS)
 def test_a_parameter_that_cannot_be_copied_on_one_rank(kind: str, use_orig_params: bool) -> None:
     """If rank 1 alone has a sparse, meta or quantized parameter, both ranks name it, and neither changes anything."""
 

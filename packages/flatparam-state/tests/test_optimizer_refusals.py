@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_comm import Collectives
 from flatparam_runtime import FlatParamError
@@ -51,7 +52,7 @@ def test_a_state_of_the_wrong_shape(use_orig_params: bool) -> None:
         assert "(5, 7)" in message
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.0), 1.0, "text"], ids=["0-d", "float", "string"])
+@each_row("value", [torch.tensor(1.0), 1.0, "text"], ids=["0-d", "float", "string"])
 def test_a_value_where_a_tensor_is_expected(use_orig_params: bool, value: Any) -> None:
     """A moment that is no tensor of the parameter's shape is refused by name, whatever it is."""
     state = saved()
@@ -101,7 +102,7 @@ def test_settings_that_one_flat_parameter_cannot_have() -> None:
         assert "bias" in message
 
 
-@pytest.mark.parametrize("state", [{}, None, {"state": {}}], ids=["empty", "none", "no groups"])
+@each_row("state", [{}, None, {"state": {}}], ids=["empty", "none", "no groups"])
 def test_something_that_is_no_full_state(use_orig_params: bool, state: Any) -> None:
     """What other ranks than rank 0 get with `rank0_only` cannot be loaded: every rank needs all of it."""
     for message in refusal(use_orig_params, state):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
@@ -69,10 +70,8 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(
-    "name", [*MODELS, "checkpointing inside a unit", "units in a plain parent", "shared module"]
-)
+@each_row("world_size", [1, 2, 4])
+@each_row("name", [*MODELS, "checkpointing inside a unit", "units in a plain parent", "shared module"])
 def test_every_kind_of_model(name: str, world_size: int, use_orig_params: bool) -> None:
     """Tied, 0-d, empty, transposed, frozen, ignored and unsharded parameters appear as in the unsharded optimizer."""
     case = CASES[name]
@@ -86,7 +85,7 @@ def test_every_kind_of_model(name: str, world_size: int, use_orig_params: bool) 
         assert_same_optimizer(state, expected, ordered=use_orig_params)
 
 
-@pytest.mark.parametrize("make", [adam, OPTIMIZERS["SGD momentum"]], ids=["Adam", "SGD"])
+@each_row("make", [adam, OPTIMIZERS["SGD momentum"]], ids=["Adam", "SGD"])
 def test_parameters_without_a_gradient_have_no_state(make: Any) -> None:
     """With the original parameters shown, one that never got a gradient has no state, and none is made up."""
     case = CASES["every layer a unit"]
@@ -291,7 +290,7 @@ def test_parameters_of_another_model_are_refused(use_orig_params: bool) -> None:
         assert "create the optimizer from model.parameters() after sharding" in message
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@each_row("use_orig_params", [False, True], ids=["flat", "originals"])
 def test_an_optimizer_from_before_sharding(use_orig_params: bool) -> None:
     """L-07: it holds the originals, which are views of the shard now: it trains, and its state is saved as ever."""
 

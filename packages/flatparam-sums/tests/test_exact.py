@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RankError, RecordingCollectives
@@ -134,7 +135,7 @@ def test_plain_passes_and_no_sync() -> None:
     assert len({digest for digests in found for digest in digests}) == 1
 
 
-@pytest.mark.parametrize(("most", "factor"), [(1, 1), (3, 2)], ids=["one", "several"])
+@each_row(("most", "factor"), [(1, 1), (3, 2)], ids=["one", "several"])
 def test_bytes(most: int, factor: int) -> None:
     """A rank sends the bytes of a reduce-scatter if each has one micro-batch, and twice as many if one has several."""
 
@@ -176,7 +177,7 @@ def test_gradients_that_are_dropped() -> None:
         assert kept == dropped
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("program", "words"),
     [
         (

@@ -6,8 +6,8 @@ import math
 import random
 from fractions import Fraction
 
-import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_sums.expansions import Expansion, add_exactly, exact_sum, root_of, rounded, sum_exactly
@@ -48,7 +48,7 @@ def draw(seed: int, numel: int = 48) -> tuple[list[Tensor], list[int], int]:
     return rows, weights, drawn.choice([1, 2, 3, 7, 10, 4096, 299973])
 
 
-@pytest.mark.parametrize("dtype", BITS, ids=str)
+@each_row("dtype", BITS, ids=str)
 def test_sums_are_those_of_fractions(dtype: torch.dtype) -> None:
     """Over a divisor, too, and with subnormal and infinite results: each is rounded once, in any order."""
     grown = 0
@@ -98,7 +98,7 @@ def test_what_is_not_finite_and_zeros() -> None:
         assert not output[4:].signbit().any()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2**15 - 1, 2**15, 2**15 + 1])
+@each_row("numel", [0, 1, 2**15 - 1, 2**15, 2**15 + 1])
 def test_blocks(numel: int) -> None:
     """Tensors longer than what is added at once are added whole, also if only a block needs one more tensor."""
     rows = [torch.ones(numel), torch.full((numel,), 2.0**-30)]
@@ -131,7 +131,7 @@ def test_norms() -> None:
     assert math.isnan(exact_sum([torch.tensor([1.0, math.nan]).double()]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each_row("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pairs(dtype: torch.dtype) -> None:
     """The short way for the mean of two is the long one's bits: subnormal numbers, overflow and zeros, too."""
     torch.manual_seed(0)

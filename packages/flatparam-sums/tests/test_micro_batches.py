@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import ByteLedger, Collectives, RankError, RecordingCollectives
@@ -98,7 +99,7 @@ def calls(ledger: ByteLedger, *, op: str, label: str | None = None) -> int:
     return sum(1 for each in ledger.transfers if each.op == op and label in (None, each.label))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each_row("strategy", STRATEGIES)
 def test_the_collectives_of_a_step(strategy: str) -> None:
     """A step reduces each unit once, whatever the counts; with SHARD_GRAD_OP it gathers each once. All tell 8 bytes."""
 
@@ -163,7 +164,7 @@ def test_a_rank_that_follows_has_one_unit_at_a_time() -> None:
         assert first.replace("unshard", "reshard") == second
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@each_row("ranks", [2, 3])
 def test_data_that_end_earlier(ranks: int) -> None:
     """A rank whose data have ended serves the others, and steps with them, until all have ended."""
     lengths = [2, 7, 0][:ranks]
@@ -336,7 +337,7 @@ def ended_too_early(model: nn.Module) -> None:
         backward_inside(model)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("program", "words"),
     [
         (nested, "expected accumulate.. after the last one has ended"),
@@ -397,7 +398,7 @@ class Fork(nn.Module):
         return self.blocks[0](x) if not self.second else self.blocks[1](x)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@each_row("recorded", [False, True])
 def test_micro_batches_that_differ(recorded: bool) -> None:
     """A micro-batch that gathers other units than the first one, or than another rank's, is an error on all ranks."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def test_what_is_not_finite_is_told(name: str, bad: float) -> None:
     assert torch.equal(found[~is_bad], torch.ones(600)[~is_bad])
 
 
-@pytest.mark.parametrize("name", CODECS)
+@each_row("name", CODECS)
 def test_zeros_and_powers_of_two(name: str) -> None:
     """Zeros are zeros, and a block of one power of two is exact in bf16 and in MXFP8."""
     codec = CODECS[name]
@@ -384,7 +385,7 @@ def test_losses_in_the_optimizer_s_state(before: int, after: int, use_orig_param
         assert torch.equal(found, totals[0])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "message"),
     [
         (lambda: Wire(reduce="fp4"), "expected 'bf16', 'int8', 'mxfp8' or None as reduce, found 'fp4'"),  # type: ignore[arg-type]

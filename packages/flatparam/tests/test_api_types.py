@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 
 import flatparam as ours
@@ -32,7 +33,7 @@ def pair(name: str) -> tuple[Any, Any]:
     return getattr(ours, name), getattr(theirs, name)
 
 
-@pytest.mark.parametrize("name", ENUMS)
+@each_row("name", ENUMS)
 def test_members_and_values(name: str) -> None:
     """The same names in the same order with the same values; callers look members up by both."""
     mine, other = pair(name)
@@ -44,7 +45,7 @@ def test_members_and_values(name: str) -> None:
         assert mine[member.name].value == member.value
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_row("name", CONFIGS)
 def test_fields_and_defaults(name: str) -> None:
     """The same fields in the same order with the same defaults, in a mutable dataclass; ours may follow them."""
     mine, other = pair(name)
@@ -61,7 +62,7 @@ def test_fields_and_defaults(name: str) -> None:
     assert [base.__name__ for base in mine.__mro__] == [base.__name__ for base in other.__mro__]
 
 
-@pytest.mark.parametrize("name", CONFIGS[:-1])
+@each_row("name", CONFIGS[:-1])
 def test_fields_can_be_set_later(name: str) -> None:
     """Client libraries change a configuration after they have made it."""
     config = pair(name)[0]()
@@ -70,7 +71,7 @@ def test_fields_can_be_set_later(name: str) -> None:
         assert getattr(config, field.name) == "something else"
 
 
-@pytest.mark.parametrize("name", [*ENUMS, *CONFIGS[:-1]])
+@each_row("name", [*ENUMS, *CONFIGS[:-1]])
 def test_pickling(name: str) -> None:
     """Each of them can be sent to another process."""
     mine = pair(name)[0]
@@ -78,7 +79,7 @@ def test_pickling(name: str) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
 
 
-@pytest.mark.parametrize("name", ENUMS)
+@each_row("name", ENUMS)
 def test_torchs_members_are_translated(name: str) -> None:
     """Each member of torch's enum becomes ours of that name, and ours stays what it is."""
     mine, other = pair(name)
@@ -87,7 +88,7 @@ def test_torchs_members_are_translated(name: str) -> None:
         assert as_enum(mine, mine[member.name], "argument") is mine[member.name]
 
 
-@pytest.mark.parametrize("name", CONFIGS[:-1])
+@each_row("name", CONFIGS[:-1])
 def test_torchs_configurations_are_translated(name: str) -> None:
     """Each of torch's dataclasses becomes ours with the same values, and ours stays the same object."""
     mine, other = pair(name)
@@ -108,7 +109,7 @@ def test_torchs_configuration_of_a_subclass_is_translated() -> None:
     assert found == ours.FullStateDictConfig(rank0_only=True)
 
 
-@pytest.mark.parametrize("value", [1, "FULL_SHARD", None, theirs.BackwardPrefetch.BACKWARD_PRE, nn.Linear])
+@each_row("value", [1, "FULL_SHARD", None, theirs.BackwardPrefetch.BACKWARD_PRE, nn.Linear])
 def test_anything_else_is_no_member(value: Any) -> None:
     """Numbers, strings and members of other enums are refused, with the argument's name and what was found."""
     with pytest.raises(TypeError, match=r"sharding_strategy: expected a ShardingStrategy, found") as caught:
@@ -116,7 +117,7 @@ def test_anything_else_is_no_member(value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [{}, True, theirs.CPUOffload(), ours.MixedPrecision])
+@each_row("value", [{}, True, theirs.CPUOffload(), ours.MixedPrecision])
 def test_anything_else_is_no_configuration(value: Any) -> None:
     """Dicts, flags, other dataclasses and the class itself are refused, with the argument's name."""
     with pytest.raises(TypeError, match="mixed_precision: expected a MixedPrecision, found"):

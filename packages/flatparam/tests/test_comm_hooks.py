@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -31,8 +32,8 @@ def averaging_in_place(world: Collectives, gradient: Tensor) -> None:
     gradient.div_(world.size)
 
 
-@pytest.mark.parametrize("rules", [None, layout.by({}, otherwise=layout.chunk)], ids=["ends", "chunks"])
-@pytest.mark.parametrize(
+@each_row("rules", [None, layout.by({}, otherwise=layout.chunk)], ids=["ends", "chunks"])
+@each_row(
     ("strategy", "hook"),
     [
         (ShardingStrategy.FULL_SHARD, averaging),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -37,8 +38,8 @@ def wrap_linears(module: nn.Module, wrapper: Any) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("order", ["checkpoints inside", "checkpoints around"])
+@each_row("wrapper", WRAPPERS)
+@each_row("order", ["checkpoints inside", "checkpoints around"])
 def test_activation_wrappers(wrapper: str, order: str, use_orig_params: bool) -> None:
     """S-130: with torch's wrappers inside or around the units it trains to the same bits, under the same clean names."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.func import functional_call
 
@@ -119,7 +120,7 @@ def test_whoever_reads_next_has_the_new_values(how: str, reader: Callable[..., A
         assert {value.unique().item() for value in state.values()} == {7.0}
 
 
-@pytest.mark.parametrize("how", SHARDINGS)
+@each_row("how", SHARDINGS)
 def test_what_is_loaded_is_newer(how: str) -> None:
     """A state that is loaded after `.data =` is what the model has then; the data are not taken over later."""
 
@@ -136,8 +137,8 @@ def test_what_is_loaded_is_newer(how: str) -> None:
     assert on_ranks(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["no-grad", "trained"])
-@pytest.mark.parametrize("how", SHARDINGS)
+@each_row("trains", [False, True], ids=["no-grad", "trained"])
+@each_row("how", SHARDINGS)
 def test_weights_that_are_swapped_by_reference_come_back(how: str, trains: bool) -> None:
     """`keep = p.data; p.data = average; evaluate; p.data = keep` ends with the weights from before."""
 
@@ -159,7 +160,7 @@ def test_weights_that_are_swapped_by_reference_come_back(how: str, trains: bool)
     assert on_ranks(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize("how", [how for how in SHARDINGS if how != "flat"])
+@each_row("how", [how for how in SHARDINGS if how != "flat"])
 def test_parameters_that_are_swapped_come_back(how: str) -> None:
     """A parameter that another one stood for, and that is put back, has its own values and is trained again."""
 

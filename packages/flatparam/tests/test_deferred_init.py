@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -255,7 +256,7 @@ class Tied(nn.Module):
         return self.head(self.embed(x))
 
 
-@pytest.mark.parametrize("how", ["wrapper", "in place", "list"])
+@each_row("how", ["wrapper", "in place", "list"])
 def test_a_tie_between_units_on_the_meta_device(how: str, use_orig_params: bool) -> None:
     """The weight that one unit makes is the one that the other shows, and has the gradient of both."""
     torch.manual_seed(1)

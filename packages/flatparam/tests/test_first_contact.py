@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -66,10 +67,8 @@ def loss(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 # Units of long parameters only
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "classes", [{Block}, {nn.Linear, nn.Embedding, nn.RMSNorm}], ids=["blocks", "layers"]
-)
+@each_row("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@each_row("classes", [{Block}, {nn.Linear, nn.Embedding, nn.RMSNorm}], ids=["blocks", "layers"])
 def test_units_of_long_parameters_alone(
     classes: set[type[nn.Module]], dtype: torch.dtype | None, use_orig_params: bool
 ) -> None:
@@ -229,8 +228,8 @@ def calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Calla
     }
 
 
-@pytest.mark.parametrize("below", [False, True], ids=["root", "in a plain module"])
-@pytest.mark.parametrize("name", [name for name in dir(torchs) if name in calls(nn.Linear(1, 1), None)])  # type: ignore[arg-type]
+@each_row("below", [False, True], ids=["root", "in a plain module"])
+@each_row("name", [name for name in dir(torchs) if name in calls(nn.Linear(1, 1), None)])  # type: ignore[arg-type]
 def test_torchs_functions_name_ours(name: str, below: bool, use_orig_params: bool) -> None:
     """Each function of torch.distributed.checkpoint.state_dict is an error on every rank that names flatparam's."""
 
@@ -253,7 +252,7 @@ def test_torchs_functions_name_ours(name: str, below: bool, use_orig_params: boo
 # Wrapped again
 
 
-@pytest.mark.parametrize("what", ["the module", "its wrapper", "the wrapper's module"])
+@each_row("what", ["the module", "its wrapper", "the wrapper's module"])
 def test_wrapping_again(what: str, use_orig_params: bool) -> None:
     """What is a unit already can be wrapped again: the parameters are listed once, and it trains as before."""
 

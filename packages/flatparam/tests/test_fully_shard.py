@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -77,7 +78,7 @@ def test_the_module_itself_is_sharded() -> None:
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@each_row("world_size", [1, 2, 4])
 def test_trains_as_one_process(world_size: int) -> None:
     """In fp32 the state after training is that of one process on the mean of the ranks' losses, bit for bit."""
 
@@ -106,7 +107,7 @@ def test_groups_of_collectives() -> None:
         assert_same_state(state, reference.state_dict())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "error", "text"),
     [
         ({"shard_placement_fn": lambda parameter: None}, ValueError, "shard_placement_fn: .* leave it out"),
@@ -230,7 +231,7 @@ def test_torchs_methods_are_there() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "set_reshard_after_forward",
@@ -347,7 +348,7 @@ class Recorded:
         self.waits += 1
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@each_row("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(again: Any) -> None:
     """A copied or pickled model is sharded too, and trains to the same state."""
 
@@ -621,7 +622,7 @@ def test_saved_files_are_of_full_tensors() -> None:
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@each_row("fused", [False, True])
 def test_torchs_scaler_skips_a_step_on_all_ranks(fused: bool) -> None:
     """An infinite gradient on one rank has every rank skip the step, even a rank that holds no part of a parameter."""
 

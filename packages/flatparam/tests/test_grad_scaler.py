@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Theirs
 
@@ -121,7 +122,7 @@ def flat(value: Any) -> Any:
     return [flat(item) for item in value]
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@each_row("name", OUTPUTS)
 def test_scaled_outputs_are_torchs(name: str) -> None:
     """S-122: tensors, lists, tuples and iterables are scaled as torch scales them, each in the dtype it had."""
     ours, theirs = (
@@ -143,14 +144,14 @@ def test_scaled_structures() -> None:
     assert given["loss"].item() == 1.0, "what was given is left as it was"
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "loss", b"loss", [1.0], {"loss": "x"}])
+@each_row("wrong", [None, 3, "loss", b"loss", [1.0], {"loss": "x"}])
 def test_what_cannot_be_scaled(wrong: Any) -> None:
     """S-122: what is neither a tensor nor made of tensors is a ValueError that shows it."""
     with pytest.raises(ValueError, match="expected tensors, or a structure of tensors"):
         ShardedGradScaler("cpu").scale(wrong)
 
 
-@pytest.mark.parametrize("new_scale", [2, 2.0, Fraction(2), torch.tensor(2.0), torch.tensor([2])], ids=repr)
+@each_row("new_scale", [2, 2.0, Fraction(2), torch.tensor(2.0), torch.tensor([2])], ids=repr)
 def test_a_new_scale(new_scale: Any) -> None:
     """L-54: a scale can be set to any number, or to a tensor of one element."""
     scaler = ShardedGradScaler("cpu", process_group=SingleCollectives())
@@ -185,7 +186,7 @@ def one_step(
     return parameter.tolist(), scaler.get_scale()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@each_row("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_fused_optimizers_are_told_too(kind: Any) -> None:
     """An optimizer that unscales by itself skips on every rank where one has overflowed, and steps where none has."""
 
@@ -209,7 +210,7 @@ def rows_and_columns(ranks: Collectives) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-@pytest.mark.parametrize("group", [None, rows_and_columns, lambda ranks: tuple(rows_and_columns(ranks))])
+@each_row("group", [None, rows_and_columns, lambda ranks: tuple(rows_and_columns(ranks))])
 def test_several_groups(group: Any) -> None:
     """L-54: a shard group and a replicate group agree together; what one of four ranks finds, all four know."""
     for bad_rank in range(4):

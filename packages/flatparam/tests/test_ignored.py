@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -16,8 +17,8 @@ from .worlds import assert_same_state, on_ranks
 HERE = SingleCollectives()
 
 
-@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
-@pytest.mark.parametrize("kind", [list, set, iter], ids=["list", "set", "iterator"])
+@each_row("argument", ["ignored_modules", "ignored_states"])
+@each_row("kind", [list, set, iter], ids=["list", "set", "iterator"])
 def test_ignored_modules(argument: str, kind: Any, use_orig_params: bool) -> None:
     """S-017, S-024: parameters of the module and of what is in it keep identity, shape and memory, in any iterable."""
     module = nn.Sequential(nn.Linear(2, 2), mlp())
@@ -125,7 +126,7 @@ def test_ignoring_nothing_and_strangers() -> None:
         assert len(model._unit.handles[0].layout.fqns) == 6
 
 
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Sequential})], ids=["whole", "policy"])
+@each_row("policy", [None, ModuleWrapPolicy({nn.Sequential})], ids=["whole", "policy"])
 def test_buffers_of_ignored_modules_are_left_alone(policy: Any) -> None:
     """S-017: neither the parameters nor the buffers of an ignored module are taken from rank 0."""
 

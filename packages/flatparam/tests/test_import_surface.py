@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
+from each_row import each_row
 
 import flatparam
 import flatparam.wrap
@@ -79,7 +80,7 @@ def fresh() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_the_names_of_torchs_package(name: str) -> None:
     """S-001: each name of `torch.distributed.fsdp` is public here, for something of the same name."""
     assert name in flatparam.__all__
@@ -88,7 +89,7 @@ def test_the_names_of_torchs_package(name: str) -> None:
     assert ours is not theirs
 
 
-@pytest.mark.parametrize("name", WRAP_NAMES)
+@each_row("name", WRAP_NAMES)
 def test_the_names_of_torchs_wrap_module(name: str) -> None:
     """S-002: each name of `torch.distributed.fsdp.wrap` that policies are built from is in `flatparam.wrap`."""
     assert hasattr(torch.distributed.fsdp.wrap, name)

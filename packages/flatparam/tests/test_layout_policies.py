@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -170,7 +171,7 @@ def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
     return type(name, (torch.optim.Optimizer,), {})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "of_matrix", "of_bias"),
     [
         ("SGD", "element", "element"),
@@ -200,7 +201,7 @@ def test_rules_for_optimizers(name: str, of_matrix: str, of_bias: str) -> None:
     assert str(policy.rule("bias", linear.bias, linear)) == of_bias
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, optimizer_named("Prodigy")])
+@each_row("kind", [torch.optim.LBFGS, optimizer_named("Prodigy")])
 def test_no_layout_helps_what_looks_at_all_parameters(kind: type[torch.optim.Optimizer]) -> None:
     """The error says what does: no sharding."""
     with pytest.raises(
@@ -227,7 +228,7 @@ def test_parts_are_quantised_if_the_whole_is(numel: int, is_round: bool) -> None
         assert numel < 4096 or numel % 256
 
 
-@pytest.mark.parametrize("name", ["Adam_mini", "KFAC", "Prodigy", "MuonWithAuxAdam", "Mystery"])
+@each_row("name", ["Adam_mini", "KFAC", "Prodigy", "MuonWithAuxAdam", "Mystery"])
 def test_a_name_counts_more_than_a_base_with_a_different_step(name: str) -> None:
     """A layout is made, and a step on shards is refused, by one list: what AdamW's base class does says nothing."""
     made = type(name, (torch.optim.AdamW,), {"step": lambda self, closure=None: None})
@@ -279,14 +280,14 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "message"), REFUSED)
+@each_row(("make", "kind", "message"), REFUSED)
 def test_policies_that_say_nothing_are_refused(make: Any, kind: type[Exception], message: str) -> None:
     """The error says what was expected and what was found."""
     with pytest.raises(kind, match=message):
         make()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("asked", "message"),
     [
         (layout.row, "layout: expected flatparam.layout.by"),
@@ -295,7 +296,7 @@ def test_policies_that_say_nothing_are_refused(make: Any, kind: type[Exception],
         (functools.partial(lambda *_, **__: None), "a rule for '0.weight'"),
     ],
 )
-@pytest.mark.parametrize("wrap", [FullyShardedDataParallel, fully_shard])
+@each_row("wrap", [FullyShardedDataParallel, fully_shard])
 def test_what_is_no_layout_is_refused_before_anything_changes(wrap: Any, asked: Any, message: str) -> None:
     """A wrong layout is a TypeError that names the argument, or the parameter, and the module stays as it was."""
 

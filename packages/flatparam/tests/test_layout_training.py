@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import (
@@ -199,7 +200,7 @@ def test_fully_shard_takes_a_layout(kind: str) -> None:
     assert equal(on_ranks(3, rank, LAYOUTS[kind]), on_ranks(3, rank, None))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@each_row("use_orig_params", [False, True])
 def test_values_given_from_outside_reach_the_shards(use_orig_params: bool) -> None:
     """A summoned parameter that is written, and its gradient, keep their values in the shards."""
 
@@ -295,7 +296,7 @@ def test_muon_is_exact_on_whole_matrices(ranks: int, accumulate: int) -> None:
             assert torch.equal(state[name]["momentum_buffer"], momentum)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@each_row("ranks", [2, 4])
 def test_adafactor_is_exact_on_whole_parameters(ranks: int) -> None:
     """`torch.optim.Adafactor`, which looks at the rows and the norm of each parameter, steps to the bits of one process."""
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -39,8 +40,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("prefix", ["", "net."], ids=["root", "plain parent"])
-@pytest.mark.parametrize("change", CHANGES)
+@each_row("prefix", ["", "net."], ids=["root", "plain parent"])
+@each_row("change", CHANGES)
 def test_strict_errors_are_in_clean_names(change: str, prefix: str, use_orig_params: bool) -> None:
     """S-086: the error names what torch names for the unwrapped model, and no wrapper's part of a name."""
     model = wrapped(use_orig_params=use_orig_params) if not prefix else in_parent()
@@ -61,7 +62,7 @@ def test_strict_errors_are_in_clean_names(change: str, prefix: str, use_orig_par
             assert name in message
 
 
-@pytest.mark.parametrize("prefix", ["", "net."], ids=["root", "plain parent"])
+@each_row("prefix", ["", "net."], ids=["root", "plain parent"])
 def test_not_strict(prefix: str) -> None:
     """With `strict=False` missing and unexpected names are returned clean, and the rest is loaded."""
     model = wrapped() if not prefix else in_parent()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -91,7 +92,7 @@ def test_checkpoints_and_summoned_parameters_are_in_full_precision(use_orig_para
         assert_same_state(state, made.state_dict())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("asked", "reduced"),
     [
         ({"param_dtype": BF16}, BF16),
@@ -151,7 +152,7 @@ def test_low_precision_gradients_may_be_kept(use_orig_params: bool) -> None:
     assert on_ranks(2, rank) == [({FP32}, {BF16})] * 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("at_root", "below", "seen_at_root", "seen_below"),
     [
         (True, False, FP16, FP32),
@@ -192,7 +193,7 @@ def test_inputs_are_not_cast_to_the_reduction_dtype() -> None:
     assert probe.seen["input"] == torch.float64
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["root", "below"])
+@each_row("inner", [False, True], ids=["root", "below"])
 def test_buffers_are_cast(inner: bool) -> None:
     """S-048: floating-point buffers have `buffer_dtype` from the first forward on; integers and parameters keep theirs."""
     model, probe = probed(inner=inner, buffer_dtype=FP16)
@@ -201,7 +202,7 @@ def test_buffers_are_cast(inner: bool) -> None:
     assert (probe.seen["buffer"], probe.seen["integers"], probe.seen["weight"]) == (FP16, torch.int64, FP32)
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["root", "below"])
+@each_row("inner", [False, True], ids=["root", "below"])
 def test_buffers_are_saved_as_they_were(inner: bool) -> None:
     """S-048, S-088: the state has buffers in the dtype that they came with."""
     model, _ = probed(inner=inner, buffer_dtype=FP16)
@@ -298,7 +299,7 @@ def test_full_precision_after_what_was_kept(before: str, monkeypatch: pytest.Mon
     assert on_ranks(2, rank) == [(FP16, FP32, FP16)] * 2
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["root", "below"])
+@each_row("inner", [False, True], ids=["root", "below"])
 def test_a_cast_between_wrapping_and_the_first_forward(inner: bool) -> None:
     """S-053: after `model.half()` it computes in half precision, unless the mixed precision says otherwise."""
     model, probe = probed(inner=inner)

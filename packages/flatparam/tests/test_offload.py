@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, ShardingStrategy
@@ -28,7 +29,7 @@ def trained(world: Collectives, **arguments: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@each_row("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_training(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """S-013, L-31: it trains to the bits of the unwrapped model, on a machine without an accelerator too."""
     reference = seeded(mlp)
@@ -65,8 +66,8 @@ def test_accumulation_without_no_sync(use_orig_params: bool) -> None:
         assert_same_state(gradients, dict(zip(gradients, total, strict=True)))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@each_row("kept", [False, True])
+@each_row("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_with_mixed_precision(strategy: ShardingStrategy, kept: bool, use_orig_params: bool) -> None:
     """S-013, S-049: in bf16 it trains to the bits of not offloading, clipped, with low-precision gradients kept or not."""
 

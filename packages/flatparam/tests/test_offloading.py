@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import CPUOffload, MixedPrecision, ShardedEMA, ShardingStrategy, fully_shard, offload, onload
@@ -203,7 +204,7 @@ def test_strategies(strategy: ShardingStrategy, tmp_path: Path, use_orig_params:
         assert_same_state(found, twin)
 
 
-@pytest.mark.parametrize("kind", ["in place", "ignored", "tied", "offloaded"])
+@each_row("kind", ["in place", "ignored", "tied", "offloaded"])
 def test_other_models(kind: str, tmp_path: Path, use_orig_params: bool) -> None:
     """Modules of `fully_shard`, ignored and tied parameters and shards that are in host memory by a setting come back."""
 

@@ -3,9 +3,9 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
@@ -70,8 +70,8 @@ def test_the_state_is_that_of_the_unwrapped_model(use_orig_params: bool) -> None
         assert_same_optimizer(state, by_name(reference(2)[1]))
 
 
-@pytest.mark.parametrize("directly", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
+@each_row("directly", [False, True])
+@each_row("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
 def test_resuming(sizes: tuple[int, int], directly: bool, use_orig_params: bool) -> None:
     """S-091: model and optimizer saved, loaded with other units and exposure, go on as if they had not stopped."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -79,8 +80,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("recorded", [False, True])
+@each_row("change", CHANGES)
+@each_row("recorded", [False, True])
 def test_calling_the_wrapped_module(change: str, recorded: bool, use_orig_params: bool) -> None:
     """It computes with full parameters, whatever a program has done to it, and the wrapper goes on."""
 
@@ -172,7 +173,7 @@ ENCODER_POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", ENCODER_POLICIES)
+@each_row("policy", ENCODER_POLICIES)
 def test_parts_of_an_encoder_layer(policy: str, use_orig_params: bool) -> None:
     """In evaluation torch's layer reads the weights of its parts, unless a hook is there: the parts may be units."""
 
@@ -305,7 +306,7 @@ def in_place(ranks: Collectives) -> tuple[nn.Module, Any]:
     return model, model[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         {},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -95,8 +96,8 @@ def expected(
     return {name: p.grad for name, p in model.named_parameters()}, model.counted
 
 
-@pytest.mark.parametrize("over", ["all", "named", "one"])
-@pytest.mark.parametrize("how", ONE_UNIT)
+@each_row("over", ["all", "named", "one"])
+@each_row("how", ONE_UNIT)
 def test_inside_the_forward_of_one_unit(how: str, over: str) -> None:
     """Each parameter counts once in a penalty, a number and a norm over `self.parameters()`, on every rank."""
 
@@ -110,8 +111,8 @@ def test_inside_the_forward_of_one_unit(how: str, over: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("over", ["all", "one", "children"])
-@pytest.mark.parametrize("how", UNITS)
+@each_row("over", ["all", "one", "children"])
+@each_row("how", UNITS)
 def test_inside_the_forward_of_the_root_over_inner_units(how: str, over: str) -> None:
     """The gradient is right for whole parameters of the root, for parts that it lists, and for what it reads of units."""
 
@@ -124,7 +125,7 @@ def test_inside_the_forward_of_the_root_over_inner_units(how: str, over: str) ->
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ALL)
+@each_row("how", ALL)
 def test_outside_of_the_forward(how: str) -> None:
     """A penalty on attributes between forward and backward is over this rank's parts, and all parts get its gradient.
 
@@ -142,7 +143,7 @@ def test_outside_of_the_forward(how: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ALL)
+@each_row("how", ALL)
 def test_a_gradient_is_cleared_between_forward_and_backward(how: str) -> None:
     """`model.zero_grad()` between the two clears what the step before left, whatever the module lists then."""
 
@@ -162,7 +163,7 @@ def test_a_gradient_is_cleared_between_forward_and_backward(how: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", UNITS)
+@each_row("how", UNITS)
 def test_a_called_unit_lists_its_parameters_in_every_step(how: str) -> None:
     """Steps with a penalty over the parameters of units that were called are those of one process, the later ones too."""
 

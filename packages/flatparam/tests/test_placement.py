@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import CPUOffload
@@ -19,9 +20,7 @@ HERE = SingleCollectives()
 NO_ACCELERATOR = not torch.accelerator.is_available()
 
 
-@pytest.mark.parametrize(
-    "device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=str
-)
+@each_row("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=str)
 def test_ways_to_name_the_cpu(device: Any) -> None:
     """S-019: every way to say the CPU is accepted, and the module stays where it is."""
     model = FSDP(seeded(mlp), HERE, device_id=device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 import torch.distributed.fsdp.wrap as their_wrap
+from each_row import each_row
 from torch import nn
 
 import flatparam.wrap as our_wrap
@@ -159,7 +160,7 @@ def test_custom_policy_overrides_reach_the_wrapper() -> None:
     assert all(isinstance(p, nn.Parameter) for p in two.parameters()), "the other arguments are the root's"
 
 
-@pytest.mark.parametrize("answer", [1, None, "yes", [("forward_prefetch", True)]])
+@each_row("answer", [1, None, "yes", [("forward_prefetch", True)]])
 def test_custom_policy_refuses_other_answers(answer: Any) -> None:
     """S-111: anything but a bool or a dict is a ValueError that shows the answer."""
     with pytest.raises(ValueError, match="bool or a dict") as caught:
@@ -185,7 +186,7 @@ def shared() -> nn.Module:
     return nn.Sequential(layer, nn.Sequential(nn.Linear(3, 3), layer), nn.ModuleDict({"again": layer}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "policy",
     [
         our_wrap.ModuleWrapPolicy({nn.Linear}),
@@ -319,7 +320,7 @@ def test_a_policy_that_is_called_with_the_roots_arguments() -> None:
     assert seen["ignored"] == set()
 
 
-@pytest.mark.parametrize("given", ["Linear", nn.Linear, [nn.Linear(1, 1)], 3, None])
+@each_row("given", ["Linear", nn.Linear, [nn.Linear(1, 1)], 3, None])
 def test_classes_that_are_none_are_refused(given: Any) -> None:
     """A name, a single class or a module would wrap nothing, or something else."""
     with pytest.raises(
@@ -328,7 +329,7 @@ def test_classes_that_are_none_are_refused(given: Any) -> None:
         our_wrap.ModuleWrapPolicy(given)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "policy", "message"),
     [
         (None, None, "FullyShardedDataParallel: expected a module, found None"),
@@ -351,7 +352,7 @@ def test_what_cannot_be_wrapped_is_named(module: Any, policy: Any, message: str)
         FSDP(module, HERE, auto_wrap_policy=policy)
 
 
-@pytest.mark.parametrize("tied", ["transposed", "sliced", "one object", "apart", "beside"])
+@each_row("tied", ["transposed", "sliced", "one object", "apart", "beside"])
 def test_parameters_in_the_same_memory_get_a_warning(tied: str) -> None:
     """A parameter made of the transposed data of another is not tied to it any more; one object for both names is."""
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)

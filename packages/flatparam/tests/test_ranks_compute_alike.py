@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -42,8 +43,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("which", ["one", "all"])
-@pytest.mark.parametrize("how", SHARDINGS)
+@each_row("which", ["one", "all"])
+@each_row("how", SHARDINGS)
 def test_a_full_state_of_other_values_on_one_rank_is_refused(how: str, which: str) -> None:
     """load_state_dict() of full tensors that differ by rank names the parameter and the ranks, and changes nothing."""
 
@@ -64,7 +65,7 @@ def test_a_full_state_of_other_values_on_one_rank_is_refused(how: str, which: st
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("how", SHARDINGS)
+@each_row("how", SHARDINGS)
 def test_a_state_that_lacks_a_parameter_on_one_rank_is_refused(how: str) -> None:
     """With `strict=False`, too, a parameter is loaded on all ranks or on none."""
 
@@ -95,7 +96,7 @@ def test_values_that_differ_in_a_buffer_are_each_ranks_own() -> None:
     assert on_ranks(2, rank) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("how", ["flat", "original"])
+@each_row("how", ["flat", "original"])
 def test_an_optimizer_state_of_other_values_on_one_rank_is_told(how: str) -> None:
     """The next pass after it raises, on every rank, before a step; equal values go on."""
 
@@ -132,8 +133,8 @@ def _left_out(averages: ShardedEMA, model: nn.Module, rank: int) -> None:
 WAYS: dict[str, Callable[..., None]] = {"decay": _decay, "left out": _left_out}
 
 
-@pytest.mark.parametrize("then", ["train", "evaluate", "state"])
-@pytest.mark.parametrize("way", WAYS)
+@each_row("then", ["train", "evaluate", "state"])
+@each_row("way", WAYS)
 def test_averages_that_differ_by_rank_are_told(way: str, then: str) -> None:
     """Another decay on one rank, or an update that it leaves out, is told at the next pass or full state."""
 
@@ -158,7 +159,7 @@ def test_averages_that_differ_by_rank_are_told(way: str, then: str) -> None:
         on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("how", ["flat", "original", "in-place"])
+@each_row("how", ["flat", "original", "in-place"])
 def test_averages_on_one_rank_alone_are_told(how: str) -> None:
     """Half of the model from averages and half from weights is never evaluated or saved in silence."""
 
@@ -254,7 +255,7 @@ def test_gradients_that_are_dropped_once_more_are_no_divergence(
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["order", "rates"])
+@each_row("swapped", [False, True], ids=["order", "rates"])
 def test_groups_of_several_models(swapped: bool) -> None:
     """Each model is stepped with the rate of its own group: the order of groups does not matter, another rate does."""
 

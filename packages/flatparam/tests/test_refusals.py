@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 
 import flatparam as ours
@@ -54,10 +55,8 @@ def refused(kind: Any, **arguments: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "policy"])
-@pytest.mark.parametrize(
-    ("argument", "value", "kind"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)[:40])
-)
+@each_row("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["whole", "policy"])
+@each_row(("argument", "value", "kind"), WRONG, ids=lambda value: getattr(value, "__name__", str(value)[:40]))
 def test_an_argument_of_the_wrong_kind(argument: str, value: Any, kind: Any, policy: Any) -> None:
     """The error names the argument and what was found; no submodule is wrapped already."""
     message = refused(kind, **{"auto_wrap_policy": policy, argument: value})
@@ -74,7 +73,7 @@ def test_a_process_group_of_the_wrong_kind() -> None:
 HYBRID = (ours.ShardingStrategy.HYBRID_SHARD, ours.ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-@pytest.mark.parametrize("strategy", HYBRID, ids=lambda strategy: strategy.name)
+@each_row("strategy", HYBRID, ids=lambda strategy: strategy.name)
 def test_groups_that_do_not_fit_a_hybrid_strategy(strategy: ours.ShardingStrategy) -> None:
     """S-011: one group, three groups, no groups, and what is no group at all are refused for a hybrid strategy."""
     for groups in (HERE, (HERE, HERE, HERE), (1, 2), 5, None):
@@ -99,7 +98,7 @@ def test_two_arguments_for_one_thing() -> None:
     assert "ignored_states" in refused(ValueError, ignored_modules=[], ignored_states=[])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "override",
     [
         {"mixed_precision": torch.bfloat16},
@@ -144,7 +143,7 @@ def test_a_group_of_other_ranks() -> None:
             call(object())
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@each_row("use_orig_params", [False, True], ids=["flat", "originals"])
 def test_casting_a_wrapped_module(use_orig_params: bool) -> None:
     """S-053, S-068: a wrapped module is cast as a whole, its shards, views and buffers, and trains on in that dtype."""
     inner = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))

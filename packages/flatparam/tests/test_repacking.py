@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, fully_shard
@@ -91,7 +92,7 @@ def test_a_sharded_layer_keeps_its_bytes(shard: Any, use_orig_params: bool) -> N
     assert run_threads(2, rank) == [expected] * 2
 
 
-@pytest.mark.parametrize("shard", [wrapped, in_place])
+@each_row("shard", [wrapped, in_place])
 def test_a_layer_that_was_repacked_is_refused(shard: Any) -> None:
     """If it has evaluated before, the error names it and says what to do, and nothing of the model has changed."""
 

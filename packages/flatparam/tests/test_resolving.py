@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import BackwardPrefetch, ShardingStrategy
@@ -23,7 +23,7 @@ def unsharded(model: FSDP) -> list[bool]:
     return [handle.is_unsharded for m in FSDP.fsdp_modules(model) for handle in m._unit.handles]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("strategy", "between"),
     [
         (None, [False] * 3),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -81,7 +82,7 @@ def cloned(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 )
 def test_the_bits_of_torchs_average(strategy: ShardingStrategy, use_orig_params: bool) -> None:

@@ -5,10 +5,10 @@ import inspect
 import typing
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
+from each_row import each_row
 
 import flatparam.wrap
 from flatparam import FullyShardedDataParallel
@@ -78,7 +78,7 @@ def test_the_class_has_no_base_of_ours() -> None:
     assert FullyShardedDataParallel.__mro__ == (FullyShardedDataParallel, torch.nn.Module, object)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each_row("name", METHODS)
 def test_methods(name: str) -> None:
     """Names, order, kinds and defaults of a method's parameters are torch's; what is ours alone follows by name."""
     theirs = named_parameters_of(getattr(Theirs, name))
@@ -94,7 +94,7 @@ def test_methods(name: str) -> None:
     assert len(ours) == len(theirs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "fsdp_modules",
@@ -112,7 +112,7 @@ def test_static_methods(name: str) -> None:
     assert isinstance(inspect.getattr_static(FullyShardedDataParallel, name), staticmethod)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each_row("name", FUNCTIONS)
 def test_wrapping_functions(name: str) -> None:
     """The policies and helpers take what torch's take."""
     assert named_parameters_of(getattr(flatparam.wrap, name)) == named_parameters_of(
@@ -120,7 +120,7 @@ def test_wrapping_functions(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ModuleWrapPolicy", "CustomPolicy"])
+@each_row("name", ["ModuleWrapPolicy", "CustomPolicy"])
 def test_policy_classes(name: str) -> None:
     """The policy classes are built from the same arguments."""
     assert named_parameters_of(getattr(flatparam.wrap, name)) == named_parameters_of(

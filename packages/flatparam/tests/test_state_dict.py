@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -73,8 +74,8 @@ def checkpoint_wrapped(module: nn.Module, **how: Any) -> nn.Module:
     return FSDP(module, **how)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", WAYS)
+@each_row("world_size", [1, 2, 3])
+@each_row("name", WAYS)
 def test_saving_and_loading(name: str, world_size: int, use_orig_params: bool) -> None:
     """The unwrapped model's keys in order, and its bits; loading another state reports nothing and takes it all."""
     make, wrap = WAYS[name]
@@ -241,7 +242,7 @@ TIED_STATES = {
 }
 
 
-@pytest.mark.parametrize("change", TIED_STATES)
+@each_row("change", TIED_STATES)
 def test_tied_parameters_load_as_in_torch(change: str, use_orig_params: bool) -> None:
     """Whichever names of a tied parameter a state has: the values and the report are those of the unwrapped model."""
     state = seeded(Transformer, 8).state_dict()
@@ -265,8 +266,8 @@ def noted_by_hooks(module: nn.Module) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("left_out", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
+@each_row("left_out", [0, 1])
+@each_row("way", WAYS)
 def test_the_hooks_of_modules_read_what_is_missing(way: str, left_out: int, use_orig_params: bool) -> None:
     """A post hook that a model's own module has reads the report of torch on the unwrapped model, at each module."""
     build, wrap = WAYS[way]
@@ -283,7 +284,7 @@ def test_the_hooks_of_modules_read_what_is_missing(way: str, left_out: int, use_
     assert any(expected) is bool(left_out)
 
 
-@pytest.mark.parametrize("left_out", [0, 1])
+@each_row("left_out", [0, 1])
 def test_the_hooks_of_modules_that_are_sharded_in_place(left_out: int) -> None:
     """The same for `fully_shard`, on two ranks."""
     state = seeded(mlp, 8).state_dict()
@@ -368,8 +369,8 @@ OWN_CODE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
-@pytest.mark.parametrize("name", OWN_CODE)
+@each_row("in_place", [False, True], ids=["wrapped", "in place"])
+@each_row("name", OWN_CODE)
 def test_code_that_looks_at_parameters_while_they_are_loaded(
     name: str, in_place: bool, use_orig_params: bool
 ) -> None:

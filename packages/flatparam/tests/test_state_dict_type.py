@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 
 from flatparam import (
@@ -80,7 +81,7 @@ def test_a_configuration_may_be_left_out() -> None:
     assert FSDP.get_state_dict_type(wrapped) == DEFAULT
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("state", "optimizer"),
     [
         (LocalStateDictConfig(), None),
@@ -102,7 +103,7 @@ def test_a_configuration_of_another_form_is_refused(state: Any, optimizer: Any) 
     assert settings_of(wrapped) == [DEFAULT] * 4
 
 
-@pytest.mark.parametrize("kind", [1, "FULL_STATE_DICT", None, theirs.ShardingStrategy.FULL_SHARD])
+@each_row("kind", [1, "FULL_STATE_DICT", None, theirs.ShardingStrategy.FULL_SHARD])
 def test_something_else_than_a_type_is_refused(kind: Any) -> None:
     """Only members of `StateDictType`, ours or torch's, choose a form."""
     with pytest.raises(TypeError, match="state_dict_type"):

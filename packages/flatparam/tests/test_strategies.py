@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -34,8 +35,8 @@ def local(ranks: int, per_node: int | None = None) -> Any:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", PLAIN, ids=lambda strategy: strategy.name)
+@each_row("ranks", [2, 4])
+@each_row("strategy", PLAIN, ids=lambda strategy: strategy.name)
 def test_training_with_one_group(strategy: ShardingStrategy, ranks: int, use_orig_params: bool) -> None:
     """S-030, S-031, S-032, S-034: the bits of the unwrapped model on the mean of the ranks' gradients."""
 
@@ -112,7 +113,7 @@ def test_units_of_a_hybrid_share_the_groups() -> None:
     assert on_ranks(4, rank) == [True] * 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("strategy", "kept"),
     [
         (strategy, strategy.name in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2"))
@@ -238,7 +239,7 @@ def test_a_strategy_for_some_units(use_orig_params: bool) -> None:
         assert_same_state(state, local(2))
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@each_row("limited", [False, True])
 def test_limit_all_gathers(limited: bool) -> None:
     """S-022: both values train to the same bits."""
     for state in on_ranks(2, lambda world: trained(world.rank, limit_all_gathers=limited)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -83,8 +84,8 @@ def test_no_sync_ends_with_an_exception() -> None:
     assert on_ranks(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, 2, "inf"], ids=str)
-@pytest.mark.parametrize("max_norm", [0.01, 1e6, 1], ids=str)
+@each_row("norm_type", [2.0, 1.0, 3.0, math.inf, 2, "inf"], ids=str)
+@each_row("max_norm", [0.01, 1e6, 1], ids=str)
 def test_clip_grad_norm(max_norm: float, norm_type: Any, use_orig_params: bool) -> None:
     """S-070: the norm over all ranks' parts, the same on each, and the factor that torch's function applies."""
 
@@ -269,8 +270,8 @@ def test_evaluation_keeps_nothing_unsharded() -> None:
     assert not any(handle.is_unsharded for each in FSDP.fsdp_modules(model) for handle in each._unit.handles)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("where", ["0", "2", ""])
+@each_row("error", [ValueError, KeyboardInterrupt, SystemExit])
+@each_row("where", ["0", "2", ""])
 def test_an_interrupted_forward_leaves_shards(
     error: type[BaseException], where: str, use_orig_params: bool
 ) -> None:
@@ -300,7 +301,7 @@ def test_an_interrupted_forward_leaves_shards(
         assert_same_state(state, reference.state_dict())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "clip",
     [
         FSDP.clip_grad_norm_,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -108,16 +109,14 @@ def test_original_parameters_are_the_same_objects() -> None:
     assert all(p._fsdp_flattened for p in after)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.ModuleList([nn.Linear(2, 2)]), lambda: nn.ModuleDict({"a": nn.Linear(2, 2)})]
-)
+@each_row("make", [lambda: nn.ModuleList([nn.Linear(2, 2)]), lambda: nn.ModuleDict({"a": nn.Linear(2, 2)})])
 def test_containers_without_a_forward_are_warned_of(make: Any) -> None:
     """S-010: a bare list or dict of modules is never called, so nothing would gather its parameters."""
     with pytest.warns(UserWarning, match="forward"):
         FSDP(make(), HERE)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "told"),
     [
         (
@@ -216,7 +215,7 @@ def test_torchs_enums_and_configurations_are_accepted() -> None:
         assert settings.optim_state_dict_config.rank0_only  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("prefetch", [None, *theirs.BackwardPrefetch])
+@each_row("prefetch", [None, *theirs.BackwardPrefetch])
 def test_every_backward_prefetch(prefetch: Any) -> None:
     """S-015: whichever is chosen, the gradients are the same."""
 

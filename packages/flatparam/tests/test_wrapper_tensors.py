@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel, ShardedEMA
@@ -85,7 +86,7 @@ def trained(model: nn.Module, inputs: list[Tensor]) -> list[float]:
 INPUTS = list(torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@each_row("use_orig_params", [False, True], ids=["flat", "originals"])
 def test_training_on_top_of_it(use_orig_params: bool) -> None:
     """Losses and the weights at the end are those of one process, bit for bit; a rank keeps half of the bytes."""
 

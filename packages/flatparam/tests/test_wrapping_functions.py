@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.fsdp.wrap as theirs
+from each_row import each_row
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -56,8 +57,8 @@ def everything(wrap: Any) -> Any:
     return wrap.always_wrap_policy
 
 
-@pytest.mark.parametrize("only_wrap_children", [False, True])
-@pytest.mark.parametrize("policy", [linear, large, blocks, either, everything])
+@each_row("only_wrap_children", [False, True])
+@each_row("policy", [linear, large, blocks, either, everything])
 def test_recursive_wrap_is_torchs(policy: Any, only_wrap_children: bool) -> None:
     """S-002: the same modules are wrapped with the same arguments, and the same number of elements is reported."""
     found = []
@@ -93,7 +94,7 @@ def test_recursive_wrap_refuses_what_is_wrapped() -> None:
                 assert isinstance(model[1], nn.Linear)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@each_row("missing", [0, 1])
 def test_recursive_wrap_needs_a_policy_and_a_wrapper(missing: int) -> None:
     """S-002: without one of them it is an AssertionError, and nothing is wrapped."""
     arguments: list[Any] = [ours.always_wrap_policy, Recorder]
@@ -120,7 +121,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each_row("name", POLICIES)
 def test_policies_choose_what_is_checkpointed(name: str) -> None:
     """S-002: torch's `apply_activation_checkpointing` takes our policies, as it takes torch's."""
     model = mlp()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
@@ -19,8 +20,8 @@ from .worlds import assert_same_state, inputs, on_ranks, train_on_mean
 LINEAR = ModuleWrapPolicy({nn.Linear})
 
 
-@pytest.mark.parametrize("how", ["data", "object"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@each_row("how", ["data", "object"])
+@each_row("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_new_values_are_taken_over(how: str, strategy: ShardingStrategy) -> None:
     """S-043: full tensors given to parameters between steps, as data or as new objects, are what is trained on."""
 
@@ -124,9 +125,9 @@ def test_zero_grad(set_to_none: bool, use_orig_params: bool) -> None:
     assert_only_second_inputs_count(on_ranks(2, rank))
 
 
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("of", ["model", "optimizer", "optimizer of what is here"])
+@each_row("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@each_row("set_to_none", [False, True])
+@each_row("of", ["model", "optimizer", "optimizer of what is here"])
 def test_zero_grad_after_no_sync(
     of: str, set_to_none: bool, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -78,7 +79,7 @@ def told(action: Callable[[], object]) -> list[str]:
     return [str(each.message) for each in found if "written in place" in str(each.message)]
 
 
-@pytest.mark.parametrize("wrap", [flat, originals, kept, in_place])
+@each_row("wrap", [flat, originals, kept, in_place])
 def test_an_average_over_states_is_told(wrap: Callable[[Collectives], nn.Module]) -> None:
     """An average that updates what `state_dict()` returns is told at the next state that it does not move, once.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor
 
 from flatparam_core import Span
@@ -51,7 +52,7 @@ def descriptors(directory: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("limit", [1, 3, RANKS, RANKS + 1])
+@each_row("limit", [1, 3, RANKS, RANKS + 1])
 def test_few_files_are_open_at_once(tmp_path: Path, limit: int) -> None:
     """Of many ranks' files at most `state.open_files` are open, and bytes and counts are those without a limit."""
     with OPEN_FILES.set_to(limit):

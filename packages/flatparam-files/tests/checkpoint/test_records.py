@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.manifest import FilePiece, FileRecord, Manifest, RankValue, TensorRecord
@@ -80,7 +81,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("record", "changes", "message"),
     BAD,
     ids=[f"{type(record).__name__} {message}" for record, _, message in BAD],

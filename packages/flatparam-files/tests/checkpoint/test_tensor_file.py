@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from each_row import each_row
 
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.limits import parse_json
@@ -38,7 +39,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], staging: Staging | None 
             writer.write(name, (flat[:1], flat[1:]))
 
 
-@pytest.mark.parametrize("nbytes", [1, 7, 64, 2**20])
+@each_row("nbytes", [1, 7, 64, 2**20])
 def test_the_real_library_reads_what_was_written(tmp_path: Path, nbytes: int) -> None:
     """Every dtype, an empty and a 0-d tensor come back bit for bit, through a staging buffer of any size."""
     path = tmp_path / "a.safetensors"
@@ -104,7 +105,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("name", REFUSED)
 def test_headers_that_lie_are_refused(name: str, tmp_path: Path) -> None:
     """Overlaps, gaps, wrong sizes, unknown dtypes and other shapes of JSON are typed errors with the file's name."""
     data = json.dumps(REFUSED[name]).encode()
@@ -115,7 +116,7 @@ def test_headers_that_lie_are_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.path == str(path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "data",
     [
         b"",
@@ -145,14 +146,14 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_name() -> None:
         encode_header({"w": TensorInfo((1,), torch.complex128)})
 
 
-@pytest.mark.parametrize("parts", [("model", "a.b"), ("extra", "a/b", "100%", "%2F", ""), ("x",)])
+@each_row("parts", [("model", "a.b"), ("extra", "a/b", "100%", "%2F", ""), ("x",)])
 def test_paths_are_joined_and_split(parts: tuple[str, ...]) -> None:
     """Slashes and percent signs in a key do not cut it."""
     assert split_path(join_path(parts)) == parts
     assert join_path(parts).count("/") == len(parts) - 1
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
+@each_row("is_reversed", [False, True])
 def test_a_header_of_many_tensors(is_reversed: bool, tmp_path: Path) -> None:
     """Each of 20,000 tensors is described as it is, in whatever order; a long number in a name is no number.
 
@@ -192,7 +193,7 @@ def test_a_header_of_many_tensors(is_reversed: bool, tmp_path: Path) -> None:
             read_header(header(lying))
 
 
-@pytest.mark.parametrize("digits", [31, 5000])
+@each_row("digits", [31, 5000])
 def test_a_number_of_many_digits(digits: int) -> None:
     """It is refused before it is made, wherever it stands."""
     with pytest.raises(ValueError, match=f"an integer of {digits:,} digits"):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_files.checkpoint.fields import seal, unseal
@@ -65,7 +66,7 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VALUES)
+@each_row("name", VALUES)
 def test_values_come_back_as_they_were(name: str) -> None:
     """The same types, the same order, the same bits."""
     assert_same(there_and_back(VALUES[name]), VALUES[name])
@@ -76,7 +77,7 @@ def test_parameters_come_back_as_tensors() -> None:
     assert_same(there_and_back([nn.Parameter(torch.ones(2))]), [torch.ones(2)])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value",
     [object(), print, partial(print), nn.Linear(1, 1), np.array(["text"]), type, torch.ones(2).to_sparse(),
      torch.ones(1, device="meta"), np.datetime64("2020-01-01"), bytearray(b"a"), iter([])],
@@ -104,7 +105,7 @@ def test_tensors_can_be_left_out() -> None:
     assert decode(tree, lambda _: OMIT) == {"b": [1, None, 2], "c": {2: 3}}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tree",
     [{"$code": "1"}, {"$tuple": 3}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$float": "1"}, {"$int": "z"},
      {"$numpy": ["object", 1]}, {"$complex": [1]}, {"$complex": ["a", 1]}, {"$bytes": "*"}, {"$dtype": "x"},

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.reader import open_checkpoint
@@ -42,7 +43,7 @@ def write(
         return writer.commit()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@each_row("world_size", [1, 2, 5])
 def test_what_was_written_is_read(tmp_path: Path, world_size: int) -> None:
     """Tensors of every dtype bit for bit, values, aliases and facts; the root and the checkpoint itself can be opened."""
     path = write(tmp_path, world_size=world_size, step=7)

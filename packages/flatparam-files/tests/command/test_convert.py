@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_files import open_source
 from flatparam_files.command.ckpt_arguments import nbytes_of
@@ -172,7 +173,7 @@ def test_no_space(flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs 444 B, and 0 B are free" in found.err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "nbytes"),
     [
         ("5GB", 5 * 10**9),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from each_row import each_row
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -56,7 +57,7 @@ def test_what_torch_saved(tmp_path: Path) -> None:
     assert_same_source(found, as_source(tmp_path / "a.pt", state()))
 
 
-@pytest.mark.parametrize("order", [("model", "model.weight"), ("model.weight", "model")])
+@each_row("order", [("model", "model.weight"), ("model.weight", "model")])
 def test_a_path_inside_a_leaf(tmp_path: Path, order: tuple[str, ...]) -> None:
     """Of two entries, one of which is at the place of the other's dictionary, none is dropped: they are refused."""
     values = {"model": "llama", "model.weight": torch.ones(2)}
@@ -75,7 +76,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         assert same(whole(source, f"model/{name.replace('%', '%25').replace('/', '%2F')}"), tensor), name
 
 
-@pytest.mark.parametrize("flatten", [False, True])
+@each_row("flatten", [False, True])
 def test_state_of_an_optimizer(flatten: bool, tmp_path: Path) -> None:
     """What `get_state_dict` gives is found by parameter, also in its flattened form."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
@@ -97,7 +98,7 @@ def test_state_of_an_optimizer(flatten: bool, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 20])
+@each_row("world_size", [1, 3, 20])
 def test_torch_loads_what_is_written(world_size: int, tmp_path: Path) -> None:
     """`dcp.load` fills tensors and values of the same tree with what was saved, from any number of files."""
     tree = {**state(), "model": awkward()}
@@ -209,7 +210,7 @@ def _set_all(metadata: Metadata, **fields: Any) -> None:
         vars(info).update(fields)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "complaint"),
     [
         (lambda m: _entry(m).chunks.pop(), "do not make up a tensor"),
@@ -247,7 +248,7 @@ def test_chunks_that_overlap(tmp_path: Path) -> None:
         open_dcp(tmp_path / "d")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "complaint"),
     [
         ({"relative_path": "gone"}, "cannot be opened|cannot be read"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files import open_source, write_checkpoint
@@ -29,7 +30,7 @@ DECAYED = ["embedding.weight", "hidden.weight", "out.weight"]
 OTHERS = ["scale", "hidden.bias", "out.bias"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_every_tensor(name: str) -> None:
     """Weights, frozen and tied parameters, buffers and states are bit-equal to those that DeepSpeed had."""
     source = open_deepspeed(WRITTEN / name)
@@ -80,7 +81,7 @@ def test_only_the_span_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) <= 2
 
 
-@pytest.mark.parametrize("name", ["stage3-fp32", "stage2-aligned", "stage1-bf16"])
+@each_row("name", ["stage3-fp32", "stage2-aligned", "stage1-bf16"])
 def test_parameter_groups(name: str) -> None:
     """The groups have the optimizer's options as they were, and their parameters by name, in order."""
     decayed, others = open_deepspeed(WRITTEN / name).values["optimizer"]["param_groups"]
@@ -96,7 +97,7 @@ def test_groups_of_an_elastic_checkpoint() -> None:
     assert groups == [{"params": DECAYED}, {"params": OTHERS}]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_the_rest(name: str) -> None:
     """The client state, the scheduler's state and the counters of steps are under `extra`, tensors among them."""
     source = open_deepspeed(WRITTEN / name)

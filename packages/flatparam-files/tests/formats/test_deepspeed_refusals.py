@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files.disk.checkpoint_error import CheckpointError
@@ -35,7 +36,7 @@ class Attack:
         return os.system, (f"touch {self.marker}",)
 
 
-@pytest.mark.parametrize("file", [OPTIM.format(1), MODEL.format(0)])
+@each_row("file", [OPTIM.format(1), MODEL.format(0)])
 def test_attack(file: str, tmp_path: Path) -> None:
     """A pickle that would run a command is refused by the name of the function, and nothing runs."""
     checkpoint, step = copied("stage3-fp32", tmp_path)
@@ -68,7 +69,7 @@ def test_other_classes_of_deepspeed(tmp_path: Path) -> None:
     refused(checkpoint, MODEL.format(0), "deepspeed.runtime.engine.DeepSpeedEngine", "client_state")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "file", "rank"),
     [
         ("stage3-three-ranks", OPTIM.format(0), 0),
@@ -106,7 +107,7 @@ def test_truncated_later(tmp_path: Path) -> None:
         list(source.read("model/hidden.weight", Span(0, 35)))
 
 
-@pytest.mark.parametrize("name", ["stage3-fp32", "stage1-fp32"])
+@each_row("name", ["stage3-fp32", "stage1-fp32"])
 def test_changed_byte(name: str, tmp_path: Path) -> None:
     """One changed bit among a rank's weights is found when any of them is read, and the file is named."""
     checkpoint, step = copied(name, tmp_path)
@@ -139,7 +140,7 @@ def test_without_zero(tmp_path: Path) -> None:
     refused(checkpoint, str(step), "stage 0", "mp_rank_00_model_states.pt")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "word"),
     [
         ("layer_00-model_00-model_states.pt", "pipeline"),
@@ -157,7 +158,7 @@ def test_other_parallelism(name: str, word: str, tmp_path: Path) -> None:
     refused(checkpoint, str(step / name), word)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("latest", "words"),
     [
         (None, ["has no file `latest`", "global_step2"]),
@@ -204,7 +205,7 @@ def test_file_of_another_dtype(tmp_path: Path) -> None:
     refused(checkpoint, OPTIM.format(1), "does not belong to the same save")
 
 
-@pytest.mark.parametrize("file", [OPTIM.format(1), MODEL.format(1)])
+@each_row("file", [OPTIM.format(1), MODEL.format(1)])
 def test_file_of_another_save(file: str, tmp_path: Path) -> None:
     """A file of a different save is named: of more ranks, or of a different step."""
     checkpoint, step = copied("stage3-fp32", tmp_path)
@@ -222,7 +223,7 @@ def resize(part: Any, more: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("more", [-1, 1, -1000])
+@each_row("more", [-1, 1, -1000])
 def test_flat_groups_of_another_size(more: int, tmp_path: Path) -> None:
     """Flat groups that the parameters do not fill exactly are refused, and states on NVMe are thought of."""
     checkpoint, step = copied("stage3-fp32", tmp_path)
@@ -231,7 +232,7 @@ def test_flat_groups_of_another_size(more: int, tmp_path: Path) -> None:
     refused(checkpoint, "flat group", "NVMe")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("file", "change"),
     [
         (MODEL, lambda model: model.pop("module")),

@@ -7,9 +7,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from each_row import each_row
 
 from flatparam_files import open_source, write_hugging_face
 from flatparam_files.disk.checkpoint_error import CheckpointError
@@ -68,7 +68,7 @@ def _damaged(
     return copy
 
 
-@pytest.mark.parametrize("name", MAKE)
+@each_row("name", MAKE)
 def test_truncation(name: str, tmp_path: Path) -> None:
     """A file that ends anywhere before its end is refused."""
     path = MAKE[name](tmp_path / "it")
@@ -83,7 +83,7 @@ def test_truncation(name: str, tmp_path: Path) -> None:
             assert _everything(copy) is None, (file.name, cut)
 
 
-@pytest.mark.parametrize("name", ["torch", "dcp"])
+@each_row("name", ["torch", "dcp"])
 def test_flipped_bits(name: str, tmp_path: Path) -> None:
     """A flipped bit anywhere is refused, or is where no number is: the tensors are never other ones."""
     path = MAKE[name](tmp_path / "it")
@@ -105,7 +105,7 @@ def test_flipped_bits(name: str, tmp_path: Path) -> None:
     assert refused > TRIALS // 4
 
 
-@pytest.mark.parametrize("name", MAKE)
+@each_row("name", MAKE)
 def test_overwritten_pieces(name: str, tmp_path: Path) -> None:
     """Random bytes over a piece of a file end in a typed error or in a checkpoint, and in nothing else."""
     path = MAKE[name](tmp_path / "it")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files import cast_model, open_source, verify_source
@@ -42,7 +43,7 @@ def test_one_file(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("max_shard_nbytes", [1, 300, 1000, 4000])
+@each_row("max_shard_nbytes", [1, 300, 1000, 4000])
 def test_shards(max_shard_nbytes: int, tmp_path: Path) -> None:
     """No file has more bytes than asked for, unless it has one tensor; the index says what is where, and how much."""
     write(as_source(tmp_path / "a.pt", awkward()), tmp_path / "hf", max_shard_nbytes=max_shard_nbytes)
@@ -92,7 +93,7 @@ def test_equal_models_become_equal_bytes(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@each_row("dtype", [torch.bfloat16, torch.float64])
 def test_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     """Floating-point tensors of the model are cast as torch casts them, and others stay; so does the optimizer."""
     torch.save({**state(), "model": awkward()}, tmp_path / "a.pt")
@@ -120,7 +121,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("index", "complaint"),
     [
         ("[]", "has no 'weight_map'"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from each_row import each_row
 from torch import nn
 
 from flatparam_core import Span
@@ -64,7 +65,7 @@ def test_it_is_found(tree: Any, form: str, tmp_path: Path) -> None:
         assert "optimizer/state/weight/exp_avg" in source.tensors
 
 
-@pytest.mark.parametrize("form", ["torch", "dcp"])
+@each_row("form", ["torch", "dcp"])
 def test_several_places(form: str, tmp_path: Path) -> None:
     """If there are several, they are named, and `prefix` says which one is meant; one that is not there is refused."""
     path = saved(

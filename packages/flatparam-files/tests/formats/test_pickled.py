@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ class Canary:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@each_row("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_code_is_refused_and_not_run(protocol: int, tmp_path: Path) -> None:
     """A pickle that names a function is refused by that name, and the function is not called."""
     with pytest.raises(CheckpointError, match=r"the file holds '(posix|nt|os)\.mkdir'"):
@@ -49,7 +50,7 @@ def test_code_in_files_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "complaint"),
     [
         (b"\x80\x02\x82\x01.", "the opcode EXT1"),

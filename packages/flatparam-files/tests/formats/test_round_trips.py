@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ def test_states_of_the_optimizer_alone(tmp_path: Path) -> None:
     assert len(contents(part)) == 9
 
 
-@pytest.mark.parametrize("world_size", [1, 5])
+@each_row("world_size", [1, 5])
 def test_a_dry_run_says_what_is_written(world_size: int, tmp_path: Path) -> None:
     """Each writer names the same files and bytes with `dry_run` as without, and writes nothing with it."""
     source = ours(tmp_path, state(), 2)

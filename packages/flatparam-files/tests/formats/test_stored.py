@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_row import each_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def test_boxes_of_nothing() -> None:
     assert list(row_major_boxes((2, 3), Span(2, 2))) == []
 
 
-@pytest.mark.parametrize("name", awkward())
+@each_row("name", awkward())
 def test_every_range_of_a_stored_tensor(name: str, tmp_path: Path) -> None:
     """Any range of any stored tensor is what torch's own flattening has there."""
     tensor = awkward()[name]
@@ -78,7 +79,7 @@ def test_scattered_elements_take_little_memory(tmp_path: Path, monkeypatch: pyte
         assert max(sizes) <= 1 << 21
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("shape", "offset", "strides"),
     [
         ((4,), 0, (2,)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 
 from flatparam_core import Span
 from flatparam_files import open_source, select, verify_source, write_torch_file
@@ -32,7 +33,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         assert same(tensor, expected)
 
 
-@pytest.mark.parametrize("mmap", [False, True])
+@each_row("mmap", [False, True])
 def test_torch_loads_what_is_written(mmap: bool, tmp_path: Path) -> None:
     """`torch.load(weights_only=True)` finds the same tensors, shared where they were, and the same values."""
     tree = {**state(), "model": awkward()}
@@ -69,7 +70,7 @@ def test_equal_checkpoints_become_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "b.pt").read_bytes() == (tmp_path / "c.pt").read_bytes()
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer"])
+@each_row("part", ["model", "optimizer"])
 def test_a_part_alone_is_its_state_dict(part: str, tmp_path: Path) -> None:
     """A model alone is written as `model.load_state_dict` takes it, an optimizer alone as FSDP has it."""
     tree = state()
@@ -120,7 +121,7 @@ def stepped(**arguments: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("named", [False, True])
+@each_row("named", [False, True])
 def test_states_by_number_get_names(named: bool, tmp_path: Path) -> None:
     """A plain optimizer's state is brought to names: those that it has, or those of the model in their order."""
     model, optimizer = stepped(named=named)
@@ -155,7 +156,7 @@ def _two_groups(root: dict[str, Any]) -> None:
     root["optimizer"]["param_groups"] = [{**group, "params": [0, 1]}, {**group, "params": [2, 3]}]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "complaint"),
     [
         (lambda root: root["model"].popitem(), "it has 4 parameters, and the model 3 tensors"),
@@ -173,7 +174,7 @@ def test_unclear_numbers_are_refused(change: Any, complaint: str, tmp_path: Path
         open_torch_file(saved(tmp_path / "a.pt", root))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("root", "complaint"),
     [
         (torch.ones(3), "holds a single tensor"),
@@ -262,7 +263,7 @@ def test_tensors_among_the_extra(tmp_path: Path) -> None:
     assert same(found["pair"][1], torch.ones(2))
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.nn.Parameter])
+@each_row("kind", [torch.Tensor.clone, torch.nn.Parameter])
 def test_tensors_with_attributes(kind: Any, tmp_path: Path) -> None:
     """A tensor with an attribute, as the full state of torch's FSDP1 has them, is that tensor."""
     tensor = kind(torch.arange(6.0).view(2, 3))

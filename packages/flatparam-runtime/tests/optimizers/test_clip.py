@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 
 from flatparam_comm import Collectives, SingleCollectives, Topology
@@ -88,8 +89,8 @@ def test_a_small_norm_scales_nothing(ranks: int) -> None:
             assert torch.equal(other, value)
 
 
-@pytest.mark.parametrize("norm_type", [-1.0, -2.0, float("-inf")])
-@pytest.mark.parametrize("max_norm", [1e-9, 1e6])
+@each_row("norm_type", [-1.0, -2.0, float("-inf")])
+@each_row("max_norm", [1e-9, 1e6])
 def test_norms_of_negative_order(
     norm_type: float, max_norm: float, ranks: int, use_orig_params: bool
 ) -> None:
@@ -132,7 +133,7 @@ def test_an_order_that_no_norm_has(norm_type: float, ranks: int) -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("norm_type", NORMS)
+@each_row("norm_type", NORMS)
 def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_params: bool) -> None:
     """Gradients of ignored, whole parameters count once, not once per rank, and are clipped with the others."""
 
@@ -156,7 +157,7 @@ def test_whole_parameters_count_once(norm_type: float, ranks: int, use_orig_para
         torch.testing.assert_close(gradient, gradients["blocks.0.up.weight"])
 
 
-@pytest.mark.parametrize("norm_type", NORMS)
+@each_row("norm_type", NORMS)
 def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool) -> None:
     """If nothing has a gradient the norm is zero, in fp32, on every rank, and nothing gets one."""
 
@@ -171,7 +172,7 @@ def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool)
         assert norm.dtype is torch.float32
 
 
-@pytest.mark.parametrize("norm_type", NORMS)
+@each_row("norm_type", NORMS)
 def test_zero_gradients_stay_zero(norm_type: float, ranks: int) -> None:
     """A norm of zero divides nothing by zero."""
 
@@ -243,8 +244,8 @@ def test_a_bad_gradient_shows_on_every_rank() -> None:
     assert all(torch.isnan(norm) for norm in run(2, clip))
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
+@each_row("foreach", [None, True, False])
+@each_row("narrow", [torch.bfloat16, torch.float32])
 def test_all_gradients_are_scaled_alike(foreach: bool | None, narrow: torch.dtype) -> None:
     """Gradients of one dtype or of two, scaled together or one by one, end up the same: at the bound."""
     module = sharded(

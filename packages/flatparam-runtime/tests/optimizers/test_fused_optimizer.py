@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -54,8 +55,8 @@ def stepped(
     return {name: parameter.detach() for name, parameter in local.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "how"), Optimizers)
-@pytest.mark.parametrize("when", ["before", "after", "torch"])
+@each_row(("kind", "how"), Optimizers)
+@each_row("when", ["before", "after", "torch"])
 def test_steps_are_those_of_an_ordinary_optimizer(kind: Any, how: Any, when: str, ranks: int) -> None:
     """Attached before or after sharding, by hand or by torch's function: same values, and no gradient is left."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
@@ -70,7 +71,7 @@ REFUSED += list(
 REFUSED += [named("Prodigy"), named("DAdaptAdam"), named("LAMB8bit"), named("PagedLARS8bit")]
 
 
-@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+@each_row("make", REFUSED, ids=lambda make: make.__name__)
 def test_what_looks_at_shapes_is_refused(make: Callable[..., Any], use_orig_params: bool) -> None:
     """Before its first step every rank raises an error with the optimizer, a parameter and what to do; nothing moves."""
 
@@ -97,7 +98,7 @@ def test_muon_is_refused() -> None:
     run(2, rank)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [
         *map(named, ("Lion", "FusedAdam", "AdamWScheduleFree", "MySGD")),
@@ -116,7 +117,7 @@ def test_what_treats_each_element_alone_is_silent(make: Callable[..., Any], use_
         run(2, rank)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@each_row("ranks", [1, 2])
 def test_an_unknown_one_is_told_of_once(ranks: int) -> None:
     """An unknown kind of optimizer warns once on each of several ranks, however often it steps; one rank has no shards."""
 
@@ -133,7 +134,7 @@ def test_an_unknown_one_is_told_of_once(ranks: int) -> None:
     assert told == (ranks if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("make", [named("Shampoo"), Quiet])
+@each_row("make", [named("Shampoo"), Quiet])
 def test_allowing_it(make: Callable[..., Any]) -> None:
     """`allow_shards` turns off both."""
 
@@ -150,7 +151,7 @@ def test_allowing_it(make: Callable[..., Any]) -> None:
         run(2, rank)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.LBFGS, named("Shampoo"), Quiet])
+@each_row("make", [torch.optim.Adafactor, torch.optim.LBFGS, named("Shampoo"), Quiet])
 def test_whole_parameters_may_be_stepped_by_any(make: Callable[..., Any]) -> None:
     """In a world of one the originals have their shapes, and every optimizer steps them as those of the plain model."""
     with warnings.catch_warnings():
@@ -170,7 +171,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.gain
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@each_row("ranks", [1, 2])
 def test_a_scalar_is_always_whole(ranks: int) -> None:
     """It has neither rows nor columns, and its norm as one element: what looks at shapes steps it, as one process does."""
 
