@@ -117,8 +117,12 @@ def sums(session: nox.Session) -> None:
 
 @nox.session
 def meshes(session: nox.Session) -> None:
-    """Tensor parallelism, beside torch's FSDP1 and FSDP2, in docs/meshes.md; `--short` for flatparam alone."""
-    installed(session).run("tools/meshes_page.py", *session.posargs)
+    """Pairs and triples of mesh dimensions, beside torch: docs/meshes.md; `--short`, `--products`, or `--peers`."""
+    # What transformers shards takes an environment that has it.
+    environment = (
+        own(session, "plan", "transformers") if "--peers" in session.posargs else installed(session)
+    )
+    environment.run("tools/meshes_page.py", *session.posargs)
 
 
 @nox.session

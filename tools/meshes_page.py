@@ -4,6 +4,7 @@
     python tools/meshes_page.py --write       and put them into docs/meshes.md
     python tools/meshes_page.py --short       a few rows, and flatparam alone; fails if anything is wrong
     python tools/meshes_page.py --products    only the pairs and triples of dimensions
+    python tools/meshes_page.py --peers       only what transformers shards by itself; it needs transformers
 
 In the first table each cell is a run of three steps: loss, every parameter's gradient, the norm of clipping and the
 weights are compared with those of one process that has all data. In the second each cell is a certificate
@@ -95,6 +96,19 @@ SPREAD = "integration_tests.meshes.spread"
 #: The engines of the second table, by what they are called there.
 SPREADERS = {"flatparam: originals": "originals", "flatparam: fully_shard": "in_place", "FSDP2": "torchs"}
 SHORT_PRODUCT = ("shard", "tp", "ep")
+PEERS = "integration_tests.meshes.peers"
+#: The engines of the third table, and its rows.
+LOADERS = {"flatparam behind `install(fsdp2=True)`": "ours", "FSDP2": "theirs"}
+LOADED: list[tuple[str, tuple[str, ...]]] = [
+    ("Llama", ("shard",)),
+    ("Llama", ("tp",)),
+    ("Llama", ("shard", "tp")),
+    ("Llama", ("replicate", "tp")),
+    ("Mixtral", ("shard", "tp")),
+    ("Mixtral", ("ep",)),
+    ("Mixtral", ("shard", "ep")),
+    ("Mixtral", ("ep", "tp")),
+]
 
 
 def products() -> list[tuple[str, tuple[str, ...]]]:
@@ -108,12 +122,12 @@ def products() -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def certified(model: str, names: tuple[str, ...], engine: str) -> str:
+def certified(place: str, model: str, names: tuple[str, ...], engine: str) -> str:
     """Return what a cell says: right, in how many settings, or what is wrong in most of them."""
     mesh = {DIMENSIONS[name]: 2 for name in names}
     found = certify(
-        f"{SPREAD}:{model.upper()}",
-        f"{SPREAD}:{engine}",
+        f"{place}:{model.upper()}",
+        f"{place}:{engine}",
         mesh,
         groups_of_one=False,
         precisions=("fp32",),
@@ -128,11 +142,11 @@ def certified(model: str, names: tuple[str, ...], engine: str) -> str:
     return f"**wrong** ({len(wrong)} of {len(ran)}): {what}"
 
 
-def products_table(rows: list[tuple[str, tuple[str, ...]]], engines: tuple[str, ...]) -> list[str]:
-    """Return the lines of the second table."""
+def products_table(place: str, rows: list[tuple[str, tuple[str, ...]]], engines: dict[str, str]) -> list[str]:
+    """Return the lines of the second table, or of the third, whose cases and engines are in the module `place`."""
     lines = ["| model | mesh | " + " | ".join(engines) + " |", "| --- " * (len(engines) + 2) + "|"]
     for model, names in rows:
-        cells = [certified(model, names, SPREADERS[engine]) for engine in engines]
+        cells = [certified(place, model, names, engine) for engine in engines.values()]
         lines.append(f"| {model} | {' x '.join(names)} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
@@ -151,16 +165,20 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/meshes.md")
     parser.add_argument("--short", action="store_true", help="a few rows of flatparam alone")
     parser.add_argument("--products", action="store_true", help="only the pairs and triples of dimensions")
+    parser.add_argument("--peers", action="store_true", help="only what transformers shards by itself")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     be_patient()
-    rows = products()
-    if chosen.short:
-        rows = [("Mixtral", SHORT_PRODUCT)]
-    spreaders = tuple(SPREADERS)[: 1 if chosen.short else None]
-    blocks = {"products": products_table(rows, spreaders)}
-    right = are_right(blocks["products"], 2, sum(each.startswith("flatparam") for each in spreaders))
-    if not chosen.products:
+    if chosen.peers:
+        blocks = {"peers": products_table(PEERS, LOADED, LOADERS)}
+        right = are_right(blocks["peers"], 2, 1)
+    else:
+        rows, spreaders = products(), SPREADERS
+        if chosen.short:
+            rows, spreaders = [("Mixtral", SHORT_PRODUCT)], dict(list(SPREADERS.items())[:1])
+        blocks = {"products": products_table(SPREAD, rows, spreaders)}
+        right = are_right(blocks["products"], 2, sum(each.startswith("flatparam") for each in spreaders))
+    if not (chosen.products or chosen.peers):
         engines = OURS if chosen.short else (*OURS, *THEIRS)
         blocks["table"] = table(list(ROWS)[: SHORT if chosen.short else None], engines)
         right = right and are_right(blocks["table"], 1, len(OURS))

@@ -41,10 +41,10 @@ class Gathered(torch.autograd.Function):
         return torch.cat([each[..., :size, :] for each, size in zip(parts, sizes, strict=True)], dim=-2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         whole = gradient.contiguous().clone()
         dist.all_reduce(whole, group=ctx.group)
-        return whole.split([*ctx.sizes], dim=-2)[dist.get_rank(ctx.group)], None, None
+        return torch.split(whole, [*ctx.sizes], dim=-2)[dist.get_rank(ctx.group)], None, None
 
 
 class Attention(nn.Module):
@@ -66,7 +66,8 @@ class Attention(nn.Module):
         else:
             group, sizes = self.shared
             begin = sum(sizes[: dist.get_rank(group)])
-            key, value = (Gathered.apply(each, group, sizes) for each in (key, value))
+            gathered: Any = Gathered.apply
+            key, value = (gathered(each, group, sizes) for each in (key, value))
             seen = torch.arange(sum(sizes)) <= torch.arange(begin, begin + length).unsqueeze(-1)
             found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         made: Tensor = self.wo(found.transpose(1, 2).reshape(batch, length, -1))
