@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatparam_certify import certify
 from flatparam_certify.meshes import DIMENSIONS, MeshSizes
-from flatparam_comm import Collectives
+from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_comm.testing import run_processes
 from integration_tests.meshes import spread
 
@@ -41,6 +42,43 @@ def test_certified(case: str, engine: str, mesh: str) -> None:
     )
     assert found.is_right, found.table()
     assert all(not run.skipped for run in found.runs)
+
+
+def asked_by_clipping(ranks: Collectives, door: str) -> tuple[float, list[tuple[int, ...]]]:
+    """Return the norm, and the global numbers of the ranks of each exchange that clipping makes, in order."""
+    torch.set_num_threads(1)
+    sizes = MeshSizes.of({"dp_shard": 2, "ep": 2, "tp": 2})
+    mesh = init_device_mesh("cpu", sizes.sizes, mesh_dim_names=DIMENSIONS)
+    trainer: Any = spread.spread(door, spread.MIXTRAL.model(SEED), mesh)
+    given = spread.MIXTRAL.draw(SEED, 0, 0, sizes.data_rank(dist.get_rank()))
+    trainer.accumulate(spread.MIXTRAL.loss_of, [given], False)
+    asked: list[tuple[int, ...]] = []
+    reduce = ProcessGroupCollectives.all_reduce
+
+    def noted(group: ProcessGroupCollectives, *arguments: Any, **how: Any) -> Any:
+        asked.append(tuple(dist.get_process_group_ranks(group.group)))
+        return reduce(group, *arguments, **how)
+
+    with mock.patch.object(ProcessGroupCollectives, "all_reduce", noted):
+        norm = float(trainer.clip(1.0))
+    return norm, asked
+
+
+@pytest.mark.parametrize("door", ["originals", "fully_shard"])
+def test_clipping_asks_each_group_once(door: str) -> None:
+    """The norm is one number on all ranks, that of one process, and takes one exchange for each dimension of the mesh."""
+    results = run_processes(8, asked_by_clipping, door)
+    assert len({norm for norm, _ in results}) == 1
+    model = spread.MIXTRAL.model(SEED)
+    for rank in range(4):
+        (spread.MIXTRAL.loss_of(model, spread.MIXTRAL.draw(SEED, 0, 0, rank)) / 4).backward()  # type: ignore[no-untyped-call]
+    alone = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    assert results[0][0] == pytest.approx(float(alone), rel=1e-5)
+    for rank, (_, asked) in enumerate(results):
+        # All shards, those of one expert, the ranks of the other experts, and tensor parallelism.
+        assert sorted(map(len, asked)) == [2, 2, 2, 4], asked
+        assert len({*asked}) == 4
+        assert all(rank in each for each in asked)
 
 
 def trained(ranks: Collectives, sizes: dict[str, int]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
