@@ -55,13 +55,17 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.shared: tuple[Any, Sequence[int]] | None = None
         """The group that shares a sequence, and the lengths of its parts."""
+        self.ring: Any = None
+        """What attends to the parts of all ranks, which have one length; by default all keys and values are gathered."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             w(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        if self.shared is None:
+        if self.shared is not None and self.ring is not None:
+            found = self.ring(query, key, value, self.shared[0])
+        elif self.shared is None:
             found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             group, sizes = self.shared

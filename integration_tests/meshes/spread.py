@@ -22,6 +22,7 @@ from flatparam_certify.trainer import Loss, SummoningTrainer, Trainer, Whole, wh
 from flatparam_meshes import hold_experts
 from integration_tests.meshes.llama import LAYERS, LENGTH, VOCABULARY, Attention, Llama, parallelize
 from integration_tests.meshes.mixtral import EXPERTS, MoE
+from integration_tests.meshes.ring import RingAttention
 
 ROWS = 2
 
@@ -158,9 +159,18 @@ def over(mesh: DeviceMesh, *names: str) -> Any:
 
 
 def spread(
-    door: str, model: Any, mesh: DeviceMesh, dtype: torch.dtype | None = None, **arguments: Any
+    door: str,
+    model: Any,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    *,
+    ring: bool = False,
+    **arguments: Any,
 ) -> Spread:
-    """Spread `model`, of `LLAMA` or `MIXTRAL`, over `mesh`, and shard each set of experts, each block and the rest."""
+    """Spread `model`, of `LLAMA` or `MIXTRAL`, over `mesh`, and shard each set of experts, each block and the rest.
+
+    Keys and values of a shared sequence are gathered, or travel in torch's ring.
+    """
     logging.disable(logging.WARNING)  # torch warns that it could do with fewer collectives
     stages = mesh["pp"].size()
     mine = range(LAYERS)[mesh["pp"].get_local_rank() :: stages] if stages > 1 else range(LAYERS)
@@ -176,6 +186,7 @@ def spread(
         for each in model.modules():
             if isinstance(each, Attention):
                 each.shared = mesh["cp"].get_group(), parts
+                each.ring = RingAttention.apply if ring else None
     if mesh["tp"].size() > 1:
         parallelize(model, mesh["tp"], loss_parallel=False)
     mixtures = [each for each in model.modules() if isinstance(each, MoE)]
@@ -252,3 +263,4 @@ flat = functools.partial(spread, "flat")
 in_place = functools.partial(spread, "fully_shard")
 torchs = functools.partial(spread, "FSDP2")
 exact = functools.partial(spread, "originals", reduction="exact")
+ringed = functools.partial(spread, "originals", ring=True)

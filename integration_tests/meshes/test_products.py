@@ -27,7 +27,7 @@ STEPS, SEED = 2, 0
     [
         ("MIXTRAL", "originals", "dp_shard=2,tp=2,ep=2"),
         ("MIXTRAL", "in_place", "dp_replicate=2,ep=2,pp=2"),
-        ("LLAMA", "flat", "dp_shard=2,cp=2,tp=2"),
+        ("LLAMA", "ringed", "dp_shard=2,cp=2,tp=2"),
     ],
 )
 def test_certified(case: str, engine: str, mesh: str) -> None:
