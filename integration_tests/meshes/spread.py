@@ -226,11 +226,14 @@ def spread(
             model.layers[number] = shard(model.layers[number], device_mesh=everyone)
         model = shard(model, device_mesh=everyone)
     if door == "FSDP2":
-        for experts in [each.experts for each in model.modules() if isinstance(each, MoE)]:
-            experts.set_gradient_divide_factor(float(everyone.size()))
         inner: Any
-        for inner in model.modules():
-            if hasattr(inner, "set_force_sum_reduction_for_comms"):
+        for name, inner in model.named_modules():
+            if not hasattr(inner, "set_gradient_divide_factor"):
+                continue
+            is_expert = name.endswith("experts")
+            if is_expert and mesh["ep"].size() > 1:
+                inner.set_gradient_divide_factor(float(everyone.size()))
+            if (of_experts if is_expert else everyone).size() > 1:
                 # Gloo has no sum that multiplies, which torch asks for otherwise.
                 inner.set_force_sum_reduction_for_comms(True)
         return SpreadByTorch(model, mesh)
