@@ -147,18 +147,24 @@ def refused(ranks: Collectives, engine: str, holds: bool, folder: str) -> list[s
         lambda: flatparam.publish(model, lambda name, tensor: None),
     ]
     for call in calls:
-        try:
-            call()
-            told.append("")
-        except (FlatParamError, flatparam.CheckpointError) as error:
-            told.append(str(error))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                call()
+                # Ranks may hold equal parameters; then a warning is enough.
+                told.append("" if holds else " ".join(str(each.message) for each in caught))
+            except (FlatParamError, flatparam.CheckpointError) as error:
+                told.append(str(error))
     return told
 
 
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("engine", OURS)
 def test_experts_are_never_lost_in_silence(engine: str, holds: bool, tmp_path: Path) -> None:
-    """Without `dim=0`, and in torch's checkpoints also with it, each rank says which parameter, and what to do."""
+    """Without `dim=0`, and in torch's checkpoints also with it, each rank says which parameter, and what to do.
+
+    It is an error; a warning in a state dict if nobody has said that these are experts.
+    """
     for told in run_processes(4, refused, engine, holds, str(tmp_path)):
         for each in told:
             assert "'moe.experts.up' is over 2 of the model's 4" in each

@@ -27,7 +27,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_560, 4_500),
     "flatparam-comm": Budget(5_905, 5_500),
     "flatparam-runtime": Budget(6_852, 5_500),
-    "flatparam-state": Budget(5_200, 4_700),
+    "flatparam-state": Budget(5_205, 4_700),
     "flatparam": Budget(7_047, 6_000),
     "flatparam-clients": Budget(3_600, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(396, 350),
     "files under 100 lines": Budget(108, 110),
-    "lines": Budget(71_760, 52_000),
+    "lines": Budget(71_765, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

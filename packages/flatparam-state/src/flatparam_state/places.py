@@ -20,6 +20,7 @@ from flatparam_runtime import (
     gather_full,
     memory_view,
     unit_of,
+    warn_caller,
 )
 
 
@@ -92,7 +93,8 @@ def check_names(places: Sequence[Place], form: Any = None) -> None:
     """Check that a name stands for one parameter on all ranks, as that of an expert may not.
 
     Raises:
-        FlatParamError: for one over some of the model's ranks that is no `DTensor` nor, without `form`, stacked.
+        FlatParamError: for one over some of the model's ranks that is no `DTensor` nor, without `form`, stacked. In a
+            state dict it is a warning if nobody has said that it is an expert: ranks may hold equal ones.
     """
     if form is not None and not form.is_one_for_all:
         return
@@ -101,13 +103,17 @@ def check_names(places: Sequence[Place], form: Any = None) -> None:
         own = place.unit.topology.data_parallel_size
         for index, name in enumerate(place.fqns if own < size else ()):
             part = held_part(place, index)
-            if part is None or (part.is_copy is None and form is not None):
-                raise FlatParamError(
-                    f"parameter {name!r} is over {own} of the model's {size} data-parallel ranks: the others may hold "
-                    "another expert under that name, which would be lost; make it a DTensor with Shard(0) over the "
-                    "ranks that hold others, or call flatparam_meshes.hold_experts(model, dim=0) and save with "
-                    "Checkpointer"
-                )
+            if part is not None and (part.is_copy is not None or form is None):
+                continue
+            text = (
+                f"parameter {name!r} is over {own} of the model's {size} data-parallel ranks: another expert that "
+                "others hold under that name would be lost; make it a DTensor with Shard(0) over the ranks of all, or "
+                "call flatparam_meshes.hold_experts(model, dim=0) and save with Checkpointer"
+            )
+            if form is None or getattr(place.handle.forms.meshes, "experts", None) is not None:
+                raise FlatParamError(text)
+            warn_caller(text)
+            return
 
 
 def _names(
