@@ -27,7 +27,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_560, 4_500),
     "flatparam-comm": Budget(5_905, 5_500),
     "flatparam-runtime": Budget(6_852, 5_500),
-    "flatparam-state": Budget(5_205, 4_700),
+    "flatparam-state": Budget(5_206, 4_700),
     "flatparam": Budget(7_047, 6_000),
     "flatparam-clients": Budget(3_600, 8_000),
     "flatparam-files": Budget(8_120, 8_000),
