@@ -112,7 +112,7 @@ class _Initialise:
                 "what their values are: pass param_init_fn, which calls module.to_empty(device=..., recurse=False) and "
                 "changes the DTensors that it finds there in place"
             )
-        places = _Shown.over(module.modules() if self.given is not None else iter([module]))
+        places = _ShownOnMeta.over(module.modules() if self.given is not None else iter([module]))
         try:
             if self.given is not None:
                 self.given(module)
@@ -125,7 +125,7 @@ class _Initialise:
 
 @final
 @attrs.frozen(eq=False)
-class _Shown:
+class _ShownOnMeta:
     """The places in which `DTensor`s are shown, and what stood there."""
 
     places: Sequence[tuple[nn.Module, str, nn.Parameter, MeshForm]]

@@ -23,7 +23,7 @@ from flatparam_comm import (
     owner_of,
     streams_of,
 )
-from flatparam_optim.matrices.routes import Block
+from flatparam_optim.matrices.routes import HeldBlock
 from flatparam_runtime import holder_of
 
 
@@ -138,12 +138,12 @@ class Member:
         return span.shifted(self.form.held(self.spec.fqn).offset)
 
     @property
-    def block(self) -> Block | None:
+    def block(self) -> HeldBlock | None:
         """Return what this rank and those that shard with it hold of a `DTensor`, if it is no interval of the whole."""
         if self.handle is None or self.form is None or self.form.is_interval:
             return None
         offsets, shape = self.form.box
-        return Block(offsets, shape, _spec(self.handle, self.index).stride)
+        return HeldBlock(offsets, shape, _spec(self.handle, self.index).stride)
 
     def within(self, held: Span) -> Span:
         """Return what of this member is in an interval of the parameter, counted from the member's first element."""

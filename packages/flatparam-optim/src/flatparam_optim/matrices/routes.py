@@ -35,7 +35,7 @@ BUCKET = Threshold(
 
 @final
 @attrs.frozen
-class Block:
+class HeldBlock:
     """The part of a `DTensor` that ranks of one place in its mesh hold, if it is no interval of the whole: a box."""
 
     offsets: tuple[int, ...]
@@ -64,7 +64,7 @@ class Matrix:
     cost: int
     spans: dict[int, Span] = attrs.field(eq=False)
     """For each rank that has elements of it, which ones, counted in memory order."""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[HeldBlock, ...] = ()
     """If parts are no intervals of the memory order: what is counted instead, block after block, each in its order."""
 
     def whole(self, flat: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from flatparam_optim.matrices.members import (
     StepsEachMatrix,
     WholeStep,
 )
-from flatparam_optim.matrices.routes import Block, Matrix, Routes
+from flatparam_optim.matrices.routes import HeldBlock, Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
 
-Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None, Block | None]"
+Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None, HeldBlock | None]"
 """What a rank tells of a member: name, shape, whether it has what owners keep, and what it holds of a `DTensor`."""
 
 
@@ -226,8 +226,8 @@ class MatrixStepper:
 
 
 def _in_blocks(
-    told: Sequence[tuple[Span | None, Block | None]],
-) -> tuple[list[Span | None], tuple[Block, ...]]:
+    told: Sequence[tuple[Span | None, HeldBlock | None]],
+) -> tuple[list[Span | None], tuple[HeldBlock, ...]]:
     """Return what each rank holds of a `DTensor`, counted block after block if it is cut into blocks, and these."""
     blocks = sorted({each for _, each in told if each is not None}, key=lambda each: each.offsets)
     starts = dict(zip(blocks, itertools.accumulate((each.numel for each in blocks), initial=0), strict=False))
