@@ -1,6 +1,9 @@
 """Files of torch.save, both ways."""
 
+import gc
 import json
+import os
+import sys
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -13,6 +16,9 @@ from each_row import each_row
 from flatparam_core import Span
 from flatparam_files import open_source, select, verify_source, write_torch_file
 from flatparam_files.disk.checkpoint_error import CheckpointError
+from flatparam_files.formats import torch_files
+from flatparam_files.formats.output import SparseFile
+from flatparam_files.formats.torch_archive import write_archive
 from flatparam_files.formats.torch_files import open_torch_file
 
 from .samples import assert_same_source, awkward, contents, flip, plain, same, state, whole
@@ -308,3 +314,61 @@ def test_keys_of_one_text(tmp_path: Path) -> None:
     """Two keys that would be one path are refused: neither tensor is lost without a word."""
     with pytest.raises(CheckpointError, match=r"two tensors would be at 'extra/t/1'"):
         open_torch_file(saved(tmp_path / "a.pt", {"model": {}, "t": {1: torch.ones(1), "1": torch.ones(1)}}))
+
+
+class Interrupting:
+    """Inside, `KeyboardInterrupt` comes at the step number `at` of Python's code, once; the steps are counted."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.seen = 0
+
+    def _step(self, frame: object, event: str, argument: object) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            raise KeyboardInterrupt
+        return self._step
+
+    def __enter__(self) -> "Interrupting":
+        sys.settrace(self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+
+def test_interrupted_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever an interrupt comes, in `zipfile` too, that is what comes out, and no file is left."""
+    source = open_torch_file(saved(tmp_path / "a.pt", {"model": {"a": torch.ones(3), "b": torch.zeros(2)}}))
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(raised.exc_value))
+
+    def write(at: int) -> int:
+        interrupting = Interrupting(at)
+
+        def interrupted(file: SparseFile, root: Any) -> None:
+            with interrupting:
+                write_archive(file, root)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch_files, "write_archive", interrupted)
+            write_torch_file(source, tmp_path / "b.pt")
+        return interrupting.seen
+
+    for _ in range(2):  # the second time, all caches are filled
+        steps = write(0)
+        (tmp_path / "b.pt").unlink()
+    assert steps > 1000
+    lost = 0
+    for at in range(1, steps):
+        try:
+            write(at)
+        except KeyboardInterrupt:
+            assert os.listdir(tmp_path) == ["a.pt"], at
+        else:
+            # Python has no way out of a finalizer: it is told on stderr.
+            (tmp_path / "b.pt").unlink()
+            lost += 1
+    gc.collect()
+    assert [type(error) for error in told] == [KeyboardInterrupt] * lost
+    assert lost < steps / 100

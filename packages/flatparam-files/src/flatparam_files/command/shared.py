@@ -105,8 +105,8 @@ def shown_nbytes(nbytes: float) -> str:
 # From the arguments of a process to its exit status
 
 
-_INTERRUPTED = 130
-_TERMINATED = 143
+# The exit status, and the word for it.
+_STOPPED = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -115,21 +115,37 @@ def run(chosen: argparse.Namespace) -> int:
     It is 0 if all is well, 1 if checkpoints differ or one is damaged, 2 if the arguments or an input cannot be used,
     130 and 143 after an interrupt and a termination. Whatever it is, no output is left half written.
     """
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in _STOPPED}
     try:
-        return _run(chosen)
-    except KeyboardInterrupt:
-        say_aside("interrupted; nothing was written")
-        return _INTERRUPTED
+        for number in _STOPPED:
+            # What is ignored, as SIGINT in the background of a shell, stays so.
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        return _run(chosen, received)
+    # Other code, where the signal came, can make another exception of it.
+    except BaseException as error:
+        if not received and not isinstance(error, KeyboardInterrupt):
+            raise
+        status, word = _STOPPED[signal.Signals(received[0] if received else signal.SIGINT)]
+        say_aside(f"{word}; nothing was written")
+        return status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _run(chosen: argparse.Namespace) -> int:
+def _run(chosen: argparse.Namespace, received: Sequence[int]) -> int:
     # Imports torch, which takes a second: not for help.
     with without_collector():
         from flatparam_core import FlatParamError
 
-    before = signal.getsignal(signal.SIGTERM)
     try:
-        signal.signal(signal.SIGTERM, _terminate)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say_aside(f"warning: {message}")
             status: int = chosen.run(chosen)
@@ -137,6 +153,8 @@ def _run(chosen: argparse.Namespace) -> int:
             sys.stdout.flush()
         return status
     except (ArgumentsError, FlatParamError, OSError) as error:
+        if received:
+            raise
         # The reader of our output has seen enough.
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -146,10 +164,3 @@ def _run(chosen: argparse.Namespace) -> int:
         else:
             say_aside(error)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    say_aside("terminated; nothing was written")
-    raise SystemExit(_TERMINATED)

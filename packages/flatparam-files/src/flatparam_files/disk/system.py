@@ -249,9 +249,10 @@ class ByteFile:
 
     def close(self) -> None:
         """Close it; calling it twice is harmless."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        # In this order: after an interrupt in between, the number may be that of another file.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def read(self, offset: int, nbytes: int) -> bytearray:
         """Return the bytes `[offset, offset + nbytes)`.

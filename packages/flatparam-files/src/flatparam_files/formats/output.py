@@ -102,18 +102,31 @@ class Appended:
 
     def __init__(self, file: SparseFile) -> None:
         """Begin at the position of `file`."""
-        self._file = file
+        self._file: SparseFile | None = file
         self._start = file.tell()
-        self.write = file.write
+        self._at = 0
+
+    def give_up(self) -> None:
+        """Write nothing more, whatever is called; the finalizers of `zipfile` still end what was begun."""
+        self._file = None
 
     def tell(self) -> int:
         """Return the position, from where it began."""
-        return self._file.tell() - self._start
+        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move, counted from where it began."""
-        self._file.seek(self._start + offset)
+        self._at = offset
+        if self._file is not None:
+            self._file.seek(self._start + offset)
         return offset
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write all of `data`; returns how many bytes these are."""
+        self._at += len(data)
+        if self._file is not None:
+            self._file.write(data)
+        return len(data)
 
     def flush(self) -> None:
         """Nothing, and so `close`: the owner of the file does it."""

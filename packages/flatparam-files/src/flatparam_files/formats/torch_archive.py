@@ -311,6 +311,11 @@ _LARGE: Final = (1 << 31) - 1
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 
 
+class _Archive(zipfile.ZipFile):
+    def __del__(self) -> None:
+        """Nothing: the finalizer of the class ends the archive, which it cannot where an interrupt came inside."""
+
+
 def write_archive(file: SparseFile, root: Any) -> None:
     """Append the archive of a tree whose tensors are `Stored`; it begins at the file's position.
 
@@ -319,7 +324,8 @@ def write_archive(file: SparseFile, root: Any) -> None:
     tensors: dict[Stored, int] = {}
     data = pickle_of(_named(root, tensors))
     window = Appended(file)
-    with zipfile.ZipFile(window, "w", zipfile.ZIP_STORED) as archive:
+    try:
+        archive = _Archive(window, "w", zipfile.ZIP_STORED)
         _put(archive, window, "data.pkl", len(data), [data])
         _put(archive, window, ".format_version", 1, [b"1"])
         _put(archive, window, ".storage_alignment", 2, [str(_ALIGNMENT).encode()])
@@ -330,6 +336,11 @@ def write_archive(file: SparseFile, root: Any) -> None:
         _put(archive, window, "version", 2, [b"3\n"])
         identity = str(int(hashlib.sha256(data).hexdigest(), 16))[:40].zfill(40).encode()
         _put(archive, window, ".data/serialization_id", 40, [identity])
+        archive.close()
+    except BaseException:
+        # An interrupt inside of `zipfile` leaves a record open, which its finalizer ends.
+        window.give_up()
+        raise
 
 
 def _named(tree: Any, tensors: dict[Stored, int]) -> Any:
