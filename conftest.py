@@ -8,9 +8,7 @@ from multiprocessing import forkserver
 
 import pytest
 
-pytest_plugins = [
-    "covering"
-]  # tools/covering.py: of the combinations of a test's parameters, most are `long`
+pytest_plugins = ["covering"]  # tools/covering.py: of the combinations of a test's parameters, most are `long`
 
 # Otherwise the bits of a matrix product depend on where its operands lie (docs/concepts/numbers.md). MKL reads it once,
 # when it is first used; processes that tests start inherit it.

@@ -99,9 +99,7 @@ def alone(session: nox.Session) -> None:
     processes = str(int(WORKERS) // len(of_each) if int(WORKERS) > len(of_each) else 0)
     how = (*pytest_in(processes), "-q", "-m", "not gpu and not long", *extra)
     programs = {
-        ", ".join(names): Program(
-            (*how, *(f"packages/{name}/tests" for name in names)), environment.alone(there)
-        )
+        ", ".join(names): Program((*how, *(f"packages/{name}/tests" for name in names)), environment.alone(there))
         for there, names in sorted(of_each.items(), key=lambda each: -len(each[0]))
     }
     for there, names in of_each.items():

@@ -35,9 +35,7 @@ def test_tests_that_pages_name_are_there() -> None:
     """Each test that a page names, or a table of the general page, is a function of a test file."""
     files = [*CLIENTS.glob("test_*.py"), *DOCS.parent.glob("packages/flatparam*/tests/test_*.py")]
     defined = {
-        name
-        for path in files
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+        name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
     }
     defined |= {path.name for path in files}
     for page in [*PAGES, DOCS / "guides" / "clients.md", DOCS / "guides" / "fine-tuning.md"]:

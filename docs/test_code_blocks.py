@@ -131,9 +131,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-every_document = pytest.mark.parametrize(
-    "document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix()
-)
+every_document = pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 @every_document
@@ -167,9 +165,7 @@ def test_blocks_run_in_a_python_of_their_own(document: Path, tmp_path: Path) -> 
 
 def script_of(document: Path, folder: Path) -> Path:
     """Write the file's program into the folder; if it has none, skip the test."""
-    blocks = [
-        block for block in blocks_of(document.read_text(encoding="utf-8")) if block.language == "python"
-    ]
+    blocks = [block for block in blocks_of(document.read_text(encoding="utf-8")) if block.language == "python"]
     left_out = [f"line {block.first_line}: {block.not_run}" for block in blocks if block.not_run]
     if len(left_out) == len(blocks):
         pytest.skip("; ".join(left_out) or "it has no Python blocks")
@@ -197,9 +193,7 @@ def test_line_numbers_are_kept() -> None:
 
 def test_other_languages_and_marked_blocks_are_left_out() -> None:
     """Console blocks are not run, and neither is a block with a reason before it; the next one is run again."""
-    text = (
-        "```console\n$ x\n```\n<!-- not-run: needs eight GPUs -->\n\n```python\nx\n```\n```python\ny\n```\n"
-    )
+    text = "```console\n$ x\n```\n<!-- not-run: needs eight GPUs -->\n\n```python\nx\n```\n```python\ny\n```\n"
     assert [block.not_run for block in blocks_of(text)] == [None, "needs eight GPUs", None]
     assert program_of(blocks_of(text)).split() == ["y"]
 

@@ -70,9 +70,7 @@ def prepare() -> None:
     torch.manual_seed(0)
     shapes = {"blocks.0.weight": (6, 5), "blocks.0.bias": (6,), "head.weight": (3, 6)}
     model = {name: torch.randn(shape) for name, shape in shapes.items()}
-    state = {
-        name: {"step": torch.tensor(4.0), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()
-    }
+    state = {name: {"step": torch.tensor(4.0), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(shapes)}]}
     torch.save({"model": model, "optimizer": optimizer}, "model.pt")
     torch.save(model, "pytorch_model_fsdp.bin")
@@ -99,9 +97,7 @@ def test_commands_of_the_guide(
             assert main(arguments) == 0, (arguments, capsys.readouterr().err)
         else:
             # A process of its own, as a shell starts it.
-            shell = (
-                f'flatparam() {{ {sys.executable} -m flatparam "$@"; }}; {" ".join([program, *arguments])}'
-            )
+            shell = f'flatparam() {{ {sys.executable} -m flatparam "$@"; }}; {" ".join([program, *arguments])}'
             subprocess.run(["bash", "-c", shell], check=True, stdout=subprocess.DEVNULL)
     capsys.readouterr()
     main(["ckpt", "inspect", "runs/a"])

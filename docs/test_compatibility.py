@@ -38,9 +38,7 @@ def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
 
 def test_the_names_are_those_of_the_sources() -> None:
     """The list of names has each that the packages use, and no other."""
-    assert ENTERED["names"] == {"used": len(names_used()), "private": private_names()}, (
-        "python tools/matrix --page"
-    )
+    assert ENTERED["names"] == {"used": len(names_used()), "private": private_names()}, "python tools/matrix --page"
 
 
 def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
@@ -69,9 +67,7 @@ def test_packages_claim_what_was_tested(name: str) -> None:
     project = PROJECTS[name]
     assert [each for each in project["dependencies"] if re.match(r"torch\b", each)] == [torch_range()]
     assert project["requires-python"] == python_range()
-    assert [
-        each for each in project["classifiers"] if re.search(r"Python :: 3\.", each)
-    ] == python_classifiers()
+    assert [each for each in project["classifiers"] if re.search(r"Python :: 3\.", each)] == python_classifiers()
 
 
 def test_the_locked_torch_is_tested_on_every_python() -> None:
@@ -82,9 +78,7 @@ def test_the_locked_torch_is_tested_on_every_python() -> None:
 def test_whoever_sets_up_is_told_the_range() -> None:
     """tools/run.py, which imports nothing of ours, names the range where torch cannot be installed."""
     lower, upper = torch_range().removeprefix("torch").split(",")
-    assert f"flatparam needs torch {lower},{upper})" in (ROOT / "tools" / "run.py").read_text(
-        encoding="utf-8"
-    )
+    assert f"flatparam needs torch {lower},{upper})" in (ROOT / "tools" / "run.py").read_text(encoding="utf-8")
 
 
 def test_this_torch_has_the_names() -> None:

@@ -389,9 +389,7 @@ def different_weights(world: Collectives) -> None:
 
 def replaced_after_wrapping(world: Collectives) -> None:
     torch.manual_seed(0)
-    model = FSDP(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
-    )
+    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model.module[1] = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -521,9 +519,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=CustomPolicy(lambda module: "yes")
         ),
         "sharded a module twice": sharded_twice,
-        "gave a sharded model to `DistributedDataParallel`": lambda: given_to(
-            nn.parallel.DistributedDataParallel
-        ),
+        "gave a sharded model to `DistributedDataParallel`": lambda: given_to(nn.parallel.DistributedDataParallel),
         "gave a sharded model to torch's `fully_shard`": lambda: given_to(fully_shard),
         "cast the model inside a pass": cast_in_forward,
         "wrapped a module again that has got a parameter since": wrapped_with_more,
@@ -543,9 +539,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "sharded a container in place": lambda: our_fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=ALONE),
         "sharded a module in place twice": in_place_twice,
         "sharded a module in place after the one around it": in_place_inside,
-        "sharded a module in place that holds a wrapper": lambda: our_fully_shard(
-            nn.Sequential(wrapped()), mesh=ALONE
-        ),
+        "sharded a module in place that holds a wrapper": lambda: our_fully_shard(nn.Sequential(wrapped()), mesh=ALONE),
         "sharded a module on the meta device in place that has no initialisation": in_place_on_meta,
         "called `to_empty` of a module that is sharded in place, with a different device": emptied,
         "loaded a module in place through one around it": loaded_from_outside,
@@ -578,9 +572,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "loaded a state with a name missing": partial(loaded, bias=None),
         "loaded a state with an unexpected name": partial(loaded, scale=torch.zeros(2)),
         "passed the optimizer of a different model": optimizer_of_another_model,
-        "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(
-            wrapped()
-        ),
+        "called one of torch's own functions for distributed state": lambda: torchs.get_model_state_dict(wrapped()),
         "took the state of the module in a wrapper": lambda: wrapped().module.state_dict(),
         "gave a sharded model to ZeroRedundancyOptimizer": partial(on_ranks, given_to_torchs_zero),
         "loaded optimizer state of a different shape": optimizer_state_of_another_shape,
@@ -603,9 +595,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
             ).load()
         ),
         "loaded a file that has lost a byte": in_a_run(one_byte_short),
-        "opened a directory that is not a checkpoint": in_a_run(
-            lambda directory, _: open_source(directory.parent)
-        ),
+        "opened a directory that is not a checkpoint": in_a_run(lambda directory, _: open_source(directory.parent)),
     },
     "Fine-tuning": {
         "called a model that is offloaded": called_while_offloaded,
@@ -618,9 +608,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
                 directory, model := nn.Linear(2, 2), averages=ShardedEMA(model, 0.9), ranks=ALONE
             ).load()
         ),
-        "published two tensors under one name": lambda: publish(
-            nn.Linear(2, 2), print, names=lambda name: "x"
-        ),
+        "published two tensors under one name": lambda: publish(nn.Linear(2, 2), print, names=lambda name: "x"),
         "received into a module that lacks a tensor": in_a_run(
             lambda directory, _: (
                 publish(nn.Linear(2, 2), Mailbox(directory)),

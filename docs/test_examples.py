@@ -48,9 +48,7 @@ def program(world: Collectives, path: str, arguments: Sequence[str], folder: str
     """Run a program as a rank that torchrun has started; return what it prints."""
     dist.destroy_process_group()
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(world.rank)}
-    os.environ.update(
-        where, RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(world.size)
-    )
+    os.environ.update(where, RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_WORLD_SIZE=str(world.size))
     os.chdir(folder)
     sys.argv = [path, *arguments]
     printed = io.StringIO()

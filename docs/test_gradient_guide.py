@@ -17,9 +17,7 @@ def without_digits(text: str) -> list[str]:
     return re.sub("equal bits|within the order of sums", "right", text).splitlines()
 
 
-def test_the_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its lines are those of the command, which exits with 1."""
     text = GUIDE.read_text(encoding="utf-8")
     for name, content in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL):

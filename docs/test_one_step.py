@@ -13,9 +13,7 @@ PAGE = ROOT / "docs" / "concepts" / "one-step.md"
 def rows(page: str) -> dict[str, list[str]]:
     """Return the files of the table, in order, each with its functions."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    return {
-        each[1]: re.findall(r"`([\w.]+)`", each[3]) for each in cells if len(each) == 6 and "`" in each[1]
-    }
+    return {each[1]: re.findall(r"`([\w.]+)`", each[3]) for each in cells if len(each) == 6 and "`" in each[1]}
 
 
 def test_the_table_is_what_a_step_runs() -> None:

@@ -29,9 +29,7 @@ PUBLIC_MODULES = {
 # To import this one is to give the process a device; its source is read instead.
 NOT_IMPORTED = "flatparam_simdev.device"
 DOCUMENTED = re.compile(r"^::: (?P<name>[\w.]+)$", re.MULTILINE)
-REEXPORTED = re.compile(
-    r"^\* \[`(?P<name>[\w.]+)`\]\((?P<page>[\w-]+\.md)#(?P<target>[\w.]+)\)$", re.MULTILINE
-)
+REEXPORTED = re.compile(r"^\* \[`(?P<name>[\w.]+)`\]\((?P<page>[\w-]+\.md)#(?P<target>[\w.]+)\)$", re.MULTILINE)
 
 
 def page_of(package: str) -> str:

@@ -48,9 +48,7 @@ def test_no_code_is_cut(page: Path) -> None:
 def test_long_code_is_found_and_long_prose_is_not() -> None:
     """Only a line inside a fence counts."""
     line = "x" * (LONGEST_CODE_LINE + 1)
-    assert too_long(f"{line}\n```\n{line}\n{line[1:]}\n```\n{line}\n") == [
-        f"line 3 has {len(line)} characters: {line}"
-    ]
+    assert too_long(f"{line}\n```\n{line}\n{line[1:]}\n```\n{line}\n") == [f"line 3 has {len(line)} characters: {line}"]
 
 
 @pytest.mark.parametrize(("name", "shown"), PLOTS, ids=[name for name, _ in PLOTS])
@@ -104,8 +102,6 @@ def test_no_class_leaks_a_base_of_ours(page: Path) -> None:
     leaking = [
         name
         for name, shown, options in documented(page)
-        if isinstance(shown, type)
-        and any(map(is_ours_alone, shown.__bases__))
-        and "show_bases: false" not in options
+        if isinstance(shown, type) and any(map(is_ours_alone, shown.__bases__)) and "show_bases: false" not in options
     ]
     assert leaking == []

@@ -106,9 +106,7 @@ def trained(ranks: Collectives, use_orig_params: bool, directory: str) -> Any:
     with Checkpointer(directory, model, optimizer, ranks=ranks) as checkpointer:
         checkpointer.save(1)
         checkpointer.load()
-    return model.state_dict(), FullyShardedDataParallel.full_optim_state_dict(
-        model, optimizer, rank0_only=False
-    )
+    return model.state_dict(), FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -123,6 +121,4 @@ def test_no_number_depends_on_them(use_orig_params: bool, tmp_path: Path) -> Non
     for other_state, other_optimizer in others:
         assert all(torch.equal(other_state[name], value) for name, value in state.items())
         for fqn, values in optimizer["state"].items():
-            assert all(
-                torch.equal(other_optimizer["state"][fqn][name], value) for name, value in values.items()
-            )
+            assert all(torch.equal(other_optimizer["state"][fqn][name], value) for name, value in values.items())

@@ -46,9 +46,7 @@ def main() -> None:
     if rank == 0:
         for event in profiler.key_averages():
             if event.key.startswith("FullyShardedDataParallel."):
-                print(
-                    f"{event.key.partition('.')[2]:40} {event.count:3} times, {event.cpu_time_total:8,.0f} us"
-                )
+                print(f"{event.key.partition('.')[2]:40} {event.count:3} times, {event.cpu_time_total:8,.0f} us")
     dist.destroy_process_group()
 
 

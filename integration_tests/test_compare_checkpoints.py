@@ -49,9 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("checkpoints")
     report = directory / "report.json"
     options = ["--parameters", PARAMETERS, "--rounds", 1, "--directory", directory, "--json", report]
-    done = subprocess.run(
-        [sys.executable, TOOL, *map(str, options)], capture_output=True, text=True, timeout=PATIENCE
-    )
+    done = subprocess.run([sys.executable, TOOL, *map(str, options)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return Run(done.stdout, json.loads(report.read_text()), directory)
 
@@ -148,9 +146,7 @@ def expected_nbytes(rank: int, ranks: int, files: list[Path]) -> int:
     touched = set()
     for sizes in units():
         for writer, file in enumerate(files):
-            for piece, wanted in zip(
-                fragments(sizes, writer, len(files)), fragments(sizes, rank, ranks), strict=True
-            ):
+            for piece, wanted in zip(fragments(sizes, writer, len(files)), fragments(sizes, rank, ranks), strict=True):
                 assert len(piece) * 4 < BLOCK_NBYTES
                 if max(piece.start, wanted.start) < min(piece.stop, wanted.stop):
                     nbytes += STATES * 4 * len(piece)

@@ -93,9 +93,7 @@ def test_what_is_left_out_is_long(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    short, rest = (
-        {line.removeprefix(head) for line in lines if line.startswith(head)} for head in ("=False", "=True")
-    )
+    short, rest = ({line.removeprefix(head) for line in lines if line.startswith(head)} for head in ("=False", "=True"))
     assert len(short | rest) == 2 * 4 + 3 + 8 + 4
     assert not short & rest
     assert {name.partition("[")[0] for name in rest} == {"test_one", "test_other", "test_pairs"}

@@ -32,9 +32,7 @@ def test_rows_that_fail_are_named() -> None:
             pytest.fail("four was called")
         assert value % 2, "it is even"
 
-    with pytest.raises(
-        AssertionError, match=r"(?s)2 of 4 rows of value fail:\n  two: .*it is even.*four was"
-    ):
+    with pytest.raises(AssertionError, match=r"(?s)2 of 4 rows of value fail:\n  two: .*it is even.*four was"):
         claim()  # type: ignore[call-arg]
     assert seen == [1, 2, 3, 4]
 

@@ -162,9 +162,7 @@ def to_float32(value: Fraction) -> float:
     """Round to nearest, and to even."""
     near = torch.tensor(float(value), dtype=torch.float32)
     around = [near, *(torch.nextafter(near, torch.tensor(end)) for end in (-math.inf, math.inf))]
-    return min(
-        (abs(Fraction(float(each)) - value), int(each.view(torch.int32)) & 1, float(each)) for each in around
-    )[2]
+    return min((abs(Fraction(float(each)) - value), int(each.view(torch.int32)) & 1, float(each)) for each in around)[2]
 
 
 def test_thirty_distributions() -> None:
@@ -179,9 +177,7 @@ def test_thirty_distributions() -> None:
                 torch.autograd.backward(sums.loss(model, seed, number)[0])
         model.reduce_gradients()
         with FSDP.summon_full_params(model, with_grads=True):
-            return [
-                parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None
-            ]
+            return [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
 
     plain = sums.build()
     for seed, mine in enumerate(spreads):
@@ -190,8 +186,7 @@ def test_thirty_distributions() -> None:
             gradients = torch.autograd.grad(sums.loss(plain, seed, number)[0], [*plain.parameters()])
             flat = torch.cat([gradient.flatten() for gradient in gradients]).tolist()
             exact = [
-                a + (number + 1) * Fraction(b)
-                for a, b in zip(exact or [Fraction(0)] * len(flat), flat, strict=True)
+                a + (number + 1) * Fraction(b) for a, b in zip(exact or [Fraction(0)] * len(flat), flat, strict=True)
             ]
         total = sum(number + 1 for numbers in mine for number in numbers)
         wanted = [to_float32(value / total) for value in exact]

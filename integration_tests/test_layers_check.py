@@ -203,9 +203,7 @@ def test_only_public_names(house: House, code: str, complaint: str) -> None:
 def test_testing_is_public(house: House) -> None:
     """What a layer ships for tests can be used by the one above, in every way of importing it."""
     code = "from flatparam_core import public, testing\nfrom flatparam_core.testing import check_it\n"
-    house.write(
-        "flatparam-comm", "sound.py", code + "import flatparam_core\nx = flatparam_core.testing.check_it\n"
-    )
+    house.write("flatparam-comm", "sound.py", code + "import flatparam_core\nx = flatparam_core.testing.check_it\n")
     assert house.problems() == []
 
 
@@ -241,9 +239,7 @@ def test_core_is_free_of_torch_distributed(house: House, code: str) -> None:
     ],
 )
 @pytest.mark.parametrize(("package", "file"), [("flatparam-comm", "names.py"), ("flatparam", "compat.py")])
-def test_torch_fsdp_only_in_the_compatibility_module(
-    house: House, code: str, package: str, file: str
-) -> None:
+def test_torch_fsdp_only_in_the_compatibility_module(house: House, code: str, package: str, file: str) -> None:
     """torch's FSDP is known in two files of add-ons and nowhere else, whatever the file is called."""
     house.write("flatparam-clients", "installing.py", code + "\n")
     house.write("flatparam-certify", "engines.py", code + "\n")
@@ -341,9 +337,7 @@ def test_a_signature_leads_to_what_is_passed_on(house: House) -> None:
         "__init__.py",
         passed + '__all__ = ["Made", "Part", "make", "public", "unrelated"]\n',
     )
-    house.write(
-        "flatparam-comm", "used.py", "from flatparam_core import Made\n\n\ndef use(made: Made) -> None: ...\n"
-    )
+    house.write("flatparam-comm", "used.py", "from flatparam_core import Made\n\n\ndef use(made: Made) -> None: ...\n")
     (problem,) = house.problems()
     assert "passes unrelated on, to which none of its signatures leads" in problem
     house.write("flatparam-comm", "__init__.py", passed + '__all__ = ["Made", "Part", "make", "public"]\n')

@@ -240,9 +240,7 @@ def test_cast(tmp_path: Path) -> None:
 
     def rank(world: Collectives) -> Any:
         cast = load_pretrained(mlp, path, dtype=torch.bfloat16)
-        back = load_pretrained(
-            lambda: mlp().double(), path, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
-        )
+        back = load_pretrained(lambda: mlp().double(), path, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         return cast.state_dict(), back.state_dict()
 
     for cast, back in on_ranks(2, rank):
@@ -258,9 +256,7 @@ def test_names(tmp_path: Path) -> None:
     def rank(world: Collectives) -> Any:
         found = {name: name.removeprefix("model.") for name in expected_names}
         by_mapping = load_pretrained(mlp, path, mapping=found, strict=True)
-        by_function = load_pretrained(
-            mlp, path, mapping=lambda name: name.removeprefix("model."), strict=True
-        )
+        by_function = load_pretrained(mlp, path, mapping=lambda name: name.removeprefix("model."), strict=True)
         same_values(by_mapping.state_dict(), by_function.state_dict())
         with pytest.raises(CheckpointError, match=r"no name is the model's: 'model.*pass mapping="):
             load_pretrained(mlp, path)
@@ -278,9 +274,7 @@ def test_missing_and_unexpected(tmp_path: Path, use_orig_params: bool) -> None:
     torch.save({**{n: v for n, v in state.items() if not n.startswith("4")}, "old": torch.ones(2)}, path)
 
     def rank(world: Collectives) -> Any:
-        with pytest.raises(
-            CheckpointError, match=r"rank 0: .* files lack '4\.\w+', '4\.\w+'; the model lacks 'old'"
-        ):
+        with pytest.raises(CheckpointError, match=r"rank 0: .* files lack '4\.\w+', '4\.\w+'; the model lacks 'old'"):
             load_pretrained(mlp, path, strict=True)
         torch.manual_seed(7)
         model, report = load_pretrained(
@@ -405,9 +399,7 @@ def test_tied_under_both_names(tmp_path: Path, strategy: ShardingStrategy) -> No
         write_hugging_face(open_source(tmp_path / f"{file.stem}.bin"), file)
 
     def load(path: Path, **options: Any) -> Any:
-        return load_pretrained(
-            Transformer, path, sharding_strategy=strategy, output_loading_info=True, **options
-        )
+        return load_pretrained(Transformer, path, sharding_strategy=strategy, output_loading_info=True, **options)
 
     def rank(world: Collectives) -> tuple[int, int]:
         model, report = load(path, strict=True)
@@ -456,9 +448,7 @@ def test_files_of_one_rank(tmp_path: Path) -> None:
         second = world.rank == 1
         with pytest.raises(CheckpointError, match=r"^rank 1: .*nowhere does not exist"):
             load_pretrained(mlp, tmp_path / "nowhere" if second else path)
-        with pytest.raises(
-            CheckpointError, match=r"rank 1: .*has other names, shapes or dtypes .* than on rank 0"
-        ):
+        with pytest.raises(CheckpointError, match=r"rank 1: .*has other names, shapes or dtypes .* than on rank 0"):
             load_pretrained(mlp, other / "model.safetensors" if second else path)
 
     on_ranks(2, rank)
@@ -610,9 +600,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     def rank(world: Collectives) -> None:
         with torch.device("meta"):
             model, batches = Rotary(), Batch()
-        with pytest.raises(
-            CheckpointError, match=r"the buffers 'inv_freq' are on the meta device.*pass the function"
-        ):
+        with pytest.raises(CheckpointError, match=r"the buffers 'inv_freq' are on the meta device.*pass the function"):
             load_pretrained(model, path)
         batches.cache = torch.ones(2)
         loaded = load_pretrained(batches, with_buffers)
@@ -632,9 +620,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             load_pretrained(mlp, None)
         with pytest.raises(TypeError, match=r"expected a dtype, such as torch\.bfloat16, found 'bfloat16'"):
             load_pretrained(mlp, path, dtype="bfloat16")
-        with pytest.raises(
-            TypeError, match="expected a function that returns a module, and it returned None"
-        ):
+        with pytest.raises(TypeError, match="expected a function that returns a module, and it returned None"):
             load_pretrained(lambda: None, path)
 
     on_ranks(2, rank)
@@ -795,9 +781,7 @@ def test_names_that_transformers_changes(tmp_path: Path, monkeypatch: pytest.Mon
 
     expected = disturbed(make).state_dict()
     changed = {"encoder.": "", "head.": "embed_out."}
-    state = {
-        changed[f"{name.split('.')[0]}."] + name.split(".")[1]: value for name, value in expected.items()
-    }
+    state = {changed[f"{name.split('.')[0]}."] + name.split(".")[1]: value for name, value in expected.items()}
     torch.save(state, tmp_path / "a.bin")
 
     def rank(world: Collectives) -> None:
@@ -862,9 +846,7 @@ def test_experts_that_transformers_joins(tmp_path: Path, monkeypatch: pytest.Mon
     expected = experts_in_files(tmp_path)
 
     def rank(world: Collectives) -> int:
-        model, report = load_pretrained(
-            with_experts, tmp_path / "a.bin", strict=True, output_loading_info=True
-        )
+        model, report = load_pretrained(with_experts, tmp_path / "a.bin", strict=True, output_loading_info=True)
         same_values(model.state_dict(), expected.state_dict())
         assert report.nbytes == 4 * sum(p.numel() for p in expected.parameters())
         return report.nbytes_read
@@ -873,9 +855,7 @@ def test_experts_that_transformers_joins(tmp_path: Path, monkeypatch: pytest.Mon
     assert rule.tensors == {}
 
 
-@pytest.mark.parametrize(
-    "second", [lambda each: torch.transpose(each[0], 1, 2), lambda each: torch.zeros(12, 6, 4)]
-)
+@pytest.mark.parametrize("second", [lambda each: torch.transpose(each[0], 1, 2), lambda each: torch.zeros(12, 6, 4)])
 def test_a_rule_of_transformers_that_transposes(
     second: Callable[[list[Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

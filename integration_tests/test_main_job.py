@@ -88,9 +88,7 @@ def start(arguments: Sequence[object], out: Path, ranks: int) -> list[multiproce
         if ranks > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [str(TRAIN), *map(str, arguments), "--out", str(out)] + (
-            ["--ranks", "1"] if ranks == 1 else []
-        )
+        command = [str(TRAIN), *map(str, arguments), "--out", str(out)] + (["--ranks", "1"] if ranks == 1 else [])
         names = {"environment": environment, "output": f"{out}.txt", "arguments": command}
         processes.append(_CONTEXT.Process(target=exec, args=(_RANK, names)))
     for process in processes:
@@ -219,9 +217,7 @@ def test_the_loss_curve_does_not_depend_on_how_it_is_computed(
     [(1, []), (2, ["--use-orig-params"]), (4, [])],
     ids=["one rank", "two ranks", "four ranks"],
 )
-def test_muon_has_the_losses_of_one_process(
-    ranks: int, choice: list[str], text: Path, tmp_path: Path
-) -> None:
+def test_muon_has_the_losses_of_one_process(ranks: int, choice: list[str], text: Path, tmp_path: Path) -> None:
     """With ``--optimizer muon`` the losses of 1, 2 and 4 ranks are bit-equal to an ordinary module's with Muon."""
     muon = [*TINY, "--data", text, "--optimizer", "muon"]
     sharded = train([*muon, *choice], tmp_path / "sharded", ranks)
@@ -241,13 +237,9 @@ def test_exact_sums_have_one_hash(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wires", [("int8", "int8"), ("mxfp8", "bf16")], ids=" ".join)
-def test_a_narrow_wire_learns_as_well(
-    wires: tuple[str, str], two_ranks: Run, text: Path, tmp_path: Path
-) -> None:
+def test_a_narrow_wire_learns_as_well(wires: tuple[str, str], two_ranks: Run, text: Path, tmp_path: Path) -> None:
     """With gradients and parameters of a quarter or half of the bytes, each loss is within 1 % of that without."""
-    narrow = train(
-        [*TINY, "--data", text, "--wire", wires[0], "--gather-wire", wires[1]], tmp_path / "narrow", ranks=2
-    )
+    narrow = train([*TINY, "--data", text, "--wire", wires[0], "--gather-wire", wires[1]], tmp_path / "narrow", ranks=2)
     for (_, ours), (_, plain) in zip(narrow.losses(), two_ranks.losses(), strict=True):
         assert ours == pytest.approx(plain, rel=0.01)
     assert narrow.losses() != two_ranks.losses()
@@ -409,9 +401,7 @@ def test_ranks_whose_launcher_is_gone_stop_by_themselves(text: Path, tmp_path: P
     assert Control(tmp_path).stopped_by() == signal.SIGTERM
 
 
-def test_bad_data_is_refused_with_a_sentence(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_data_is_refused_with_a_sentence(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, empty and too small --data is refused before any rank is started, with what to do about it."""
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "short.txt").write_bytes(b"too short")

@@ -84,9 +84,7 @@ def test_a_row_that_is_not_in_the_table(
     """Only the versions of the table are entered in it."""
     monkeypatch.setattr(tool, "this_row", lambda: Row("2.10.0", "3.10"))
     assert main(["--enter"]) == 1
-    assert (
-        "torch 2.10.0, Python 3.10 is not in the table: its rows are torch 2.11.0" in capsys.readouterr().out
-    )
+    assert "torch 2.10.0, Python 3.10 is not in the table: its rows are torch 2.11.0" in capsys.readouterr().out
     assert untested == []
 
 

@@ -32,9 +32,7 @@ CHANGELOG = """# Changelog
 
 def git(where: Path, *arguments: str) -> str:
     """What git prints."""
-    return subprocess.run(
-        ["git", *arguments], cwd=where, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=where, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
@@ -159,9 +157,7 @@ def test_the_first_release(clone: Path) -> None:
     ],
     ids=["package", "no version", "two numbers", "spelling", "local", "lower"],
 )
-def test_what_is_refused(
-    arguments: list[str], message: str, clone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(arguments: list[str], message: str, clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong names and wrong versions are refused, in a sentence."""
     assert main(arguments, clone) == 1
     assert message in capsys.readouterr().err
@@ -218,9 +214,7 @@ def test_our_changelogs(package: str) -> None:
     changelog = Changelog.read(ROOT / "packages" / package / "CHANGELOG.md")
     dates = list(changelog.versions.values())
     assert dates == sorted(dates, reverse=True)
-    assert [Version(each) for each in changelog.versions] == sorted(
-        map(Version, changelog.versions), reverse=True
-    )
+    assert [Version(each) for each in changelog.versions] == sorted(map(Version, changelog.versions), reverse=True)
 
 
 def test_an_item_joins_its_kind() -> None:

@@ -184,9 +184,7 @@ def test_packages_are_tested_from_their_sources(machine: Machine) -> None:
     for name in ("flatparam", "flatparam-core", "flatparam-comm"):
         (machine.root / "packages" / name / "tests").mkdir(parents=True)
     assert run.main(["test", "core", "flatparam-comm", "-k", "layout"]) == 0
-    folders = [
-        str(machine.root / "packages" / name / "tests") for name in ("flatparam-core", "flatparam-comm")
-    ]
+    folders = [str(machine.root / "packages" / name / "tests") for name in ("flatparam-core", "flatparam-comm")]
     last = machine.calls()[-1]
     assert last.startswith("-m pytest -q -n ")
     assert last.endswith(" ".join([*folders, "-k", "layout"]))
@@ -194,9 +192,7 @@ def test_packages_are_tested_from_their_sources(machine: Machine) -> None:
     assert machine.calls()[-1].endswith("-s lint")
 
 
-def test_python_too_old(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Python 3.9 is told which one is needed."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 18, "final", 0))
     assert run.main(["test"]) == run.LACKING
@@ -210,9 +206,7 @@ def test_python_without_venv(
 ) -> None:
     """A Python whose distributor left out venv or ensurepip is told what to install."""
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == module else real(name, *a)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == module else real(name, *a))
     assert run.main(["test"]) == run.LACKING
     assert f"lacks the standard module {module}" in complaint(capsys)
 

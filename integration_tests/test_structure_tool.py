@@ -134,9 +134,7 @@ def test_the_build_fails_beyond_a_budget(
 def test_a_figure_beyond_its_budget(house: House, tmp_path: Path) -> None:
     """The figures of a small house are what they are, and one that is more than its budget is named with both."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text(
-        "x" * 121 + f"\n| {'y' * 130} |\n* `{'z' * 120}`\n* `z` {'z' * 120}\n"
-    )
+    (tmp_path / "docs" / "page.md").write_text("x" * 121 + f"\n| {'y' * 130} |\n* `{'z' * 120}`\n* `z` {'z' * 120}\n")
     found = figures_of(house, tmp_path)
     assert found["files"] == len(FILES)
     assert found["files under 100 lines"] == len(FILES)

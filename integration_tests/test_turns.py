@@ -45,8 +45,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
 def test_programs_run_at_once(session: Session, tmp_path: Path) -> None:
     """With two workers two programs wait for each other, and what each said is told under its name."""
     programs = {
-        name: Program(("-c", MEETS, str(tmp_path), name, other))
-        for name, other in (("one", "two"), ("two", "one"))
+        name: Program(("-c", MEETS, str(tmp_path), name, other)) for name, other in (("one", "two"), ("two", "one"))
     }
     beside = Beside(programs, workers=2)
     beside.start(session)  # type: ignore[arg-type]
@@ -58,8 +57,7 @@ def test_programs_run_at_once(session: Session, tmp_path: Path) -> None:
 def test_programs_that_fail_are_named(session: Session) -> None:
     """All run, and the session fails with the names of those that did."""
     programs = {
-        name: Program(("-c", f"raise SystemExit({status})"))
-        for name, status in zip("abc", (1, 0, 2), strict=True)
+        name: Program(("-c", f"raise SystemExit({status})")) for name, status in zip("abc", (1, 0, 2), strict=True)
     }
     beside = Beside(programs)
     beside.start(session)  # type: ignore[arg-type]

@@ -125,9 +125,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def wrapped(ranks: Any, kind: str, recomputes: bool = False) -> FSDP:
-    return FSDP(
-        build(recomputes), process_group=ranks, auto_wrap_policy=ModuleWrapPolicy({Block}), **KINDS[kind]
-    )
+    return FSDP(build(recomputes), process_group=ranks, auto_wrap_policy=ModuleWrapPolicy({Block}), **KINDS[kind])
 
 
 @pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated")

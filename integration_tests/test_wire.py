@@ -142,9 +142,7 @@ def test_it_learns_as_without(kind: str, wire: Wire, use_orig_params: bool) -> N
             arguments["process_group"] = Topology.cut(ranks, [[0, 1], [2, 3]])
         else:
             arguments["process_group"] = ranks
-        model = FSDP(
-            sums.build(), auto_wrap_policy=BLOCKS, wire=wire, use_orig_params=use_orig_params, **arguments
-        )
+        model = FSDP(sums.build(), auto_wrap_policy=BLOCKS, wire=wire, use_orig_params=use_orig_params, **arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         for _ in range(20):
             with model.no_sync():

@@ -101,9 +101,7 @@ def main() -> int:
         problems: list[str] = []
         for scheme in ("light", "dark"):
             # One that has seen nothing yet: the site remembers the scheme.
-            context = browser.new_context(
-                color_scheme=scheme, permissions=["clipboard-read", "clipboard-write"]
-            )
+            context = browser.new_context(color_scheme=scheme, permissions=["clipboard-read", "clipboard-write"])
             page: Any = context.new_page()
             page.home = f"http://127.0.0.1:{server.server_port}"
             problems += problems_of(page) if scheme == "light" else []

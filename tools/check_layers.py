@@ -208,9 +208,7 @@ def _imports(tree: ast.Module) -> Iterator[Use]:
             for alias in node.names:
                 base = node.module or ""
                 name = base if alias.name == "*" else f"{base}.{alias.name}".lstrip(".")
-                yield Use(
-                    name, node.lineno, base, node.level, star=alias.name == "*", typing=id(node) in typing
-                )
+                yield Use(name, node.lineno, base, node.level, star=alias.name == "*", typing=id(node) in typing)
         elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
@@ -308,9 +306,7 @@ def check_shape(packages: dict[str, Package], root: Path) -> Iterator[str]:
         yield f"packages/{strange} is neither one of the layers {', '.join(LAYERS)} nor an add-on or a tool: {others}"
     for package in packages.values():
         shown = f"packages/{package.name}"
-        found = {
-            path.name for path in package.path.iterdir() if not path.name.startswith((".", "__pycache__"))
-        }
+        found = {path.name for path in package.path.iterdir() if not path.name.startswith((".", "__pycache__"))}
         for name in sorted(CONTENTS - found):
             yield f"{shown} lacks {name}"
         for name in sorted(found - CONTENTS):
@@ -387,8 +383,7 @@ def check_core_is_free_of_distributed(packages: dict[str, Package], root: Path) 
 def check_torch_fsdp_is_known_in_one_place(packages: dict[str, Package], root: Path) -> Iterator[str]:
     """Only the compatibility modules, and the engines of certificates, import torch's own FSDP."""
     allowed = " and ".join(
-        f"packages/{owner}/src/{owner.replace('-', '_')}/{places[0]}"
-        for owner, places in COMPATIBILITY.items()
+        f"packages/{owner}/src/{owner.replace('-', '_')}/{places[0]}" for owner, places in COMPATIBILITY.items()
     )
     for package in packages.values():
         home = package.path / "src" / package.module
@@ -424,12 +419,7 @@ def check_dependencies(packages: dict[str, Package], root: Path) -> Iterator[str
         for source in package.sources:
             for use in source.uses:
                 top = use.name.partition(".")[0]
-                if (
-                    use.module
-                    and not use.level
-                    and top != package.module
-                    and top not in sys.stdlib_module_names
-                ):
+                if use.module and not use.level and top != package.module and top not in sys.stdlib_module_names:
                     distribution = DISTRIBUTION_OF.get(top, top.replace("_", "-").lower())
                     if use.typing and distribution in PROMISED.get(package.name, ()):
                         continue
@@ -462,13 +452,9 @@ def check_what_is_passed_on(packages: dict[str, Package], root: Path) -> Iterato
         if package.name not in PASSING_ON:
             continue
         init, public = package.path / "src" / package.module / "__init__.py", package.public_names() or set()
-        uses = (
-            use for source in package.sources if source.path == init for use in source.uses if not use.typing
-        )
+        uses = (use for source in package.sources if source.path == init for use in source.uses if not use.typing)
         passed = {
-            use.name.rpartition(".")[2]
-            for use in uses
-            if use.module.partition(".")[0] in layers - {package.module}
+            use.name.rpartition(".")[2] for use in uses if use.module.partition(".")[0] in layers - {package.module}
         }
         reached = known.reached_from(package)
         for name in sorted(passed & public):

@@ -46,9 +46,7 @@ def problems_of(package: Path, dist: Path) -> list[str]:
     wanted |= {f"{module}/py.typed", f"{module}-{version}.dist-info/licenses/LICENSE"}
     in_wheel = names_in_wheel(wheel)
     problems = [f"{wheel.name} lacks {name}" for name in sorted(wanted - in_wheel)]
-    strange = {
-        name for name in in_wheel if not name.startswith((f"{module}/", f"{module}-{version}.dist-info/"))
-    }
+    strange = {name for name in in_wheel if not name.startswith((f"{module}/", f"{module}-{version}.dist-info/"))}
     problems += [f"{wheel.name} holds {name}, which is not of {module}" for name in sorted(strange)]
 
     in_sdist = names_in_sdist(sdist)
@@ -57,9 +55,7 @@ def problems_of(package: Path, dist: Path) -> list[str]:
             problems.append(f"{sdist.name} lacks {name}")
     changelog = Changelog.read(package / "CHANGELOG.md")
     if version not in changelog.versions and not changelog.unreleased:
-        problems.append(
-            f"{package.name}/CHANGELOG.md has nothing about version {version}, and nothing unreleased"
-        )
+        problems.append(f"{package.name}/CHANGELOG.md has nothing about version {version}, and nothing unreleased")
     return problems
 
 

@@ -60,9 +60,7 @@ def compare(parameters: int, rounds: int, directory: str) -> dict[str, Any]:
     """Everything that is measured, as the JSON has it."""
     is_private = enter_private_network()
     start_server()
-    before = run_processes(
-        RANKS, save_and_load, parameters, rounds, directory, timeout=PATIENCE, pg_timeout=600
-    )
+    before = run_processes(RANKS, save_and_load, parameters, rounds, directory, timeout=PATIENCE, pg_timeout=600)
     findings, fingerprints = [each for each, _ in before], before[0][1]
     elsewhere = {
         name: fingerprint
@@ -184,9 +182,7 @@ def number(text: str) -> int:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=number, default="100M", help="about how many, as in 100M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="keep the checkpoints here; else they are deleted")
@@ -200,9 +196,7 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2))
     network = "their own" if report["private_network"] else "the machine's: others' traffic is counted too"
-    print(
-        f"{report['parameters']:,} parameters, AdamW, {RANKS} ranks, medians of {report['rounds']}; sizes in MiB"
-    )
+    print(f"{report['parameters']:,} parameters, AdamW, {RANKS} ranks, medians of {report['rounds']}; sizes in MiB")
     state = 8 * report["parameters"] / RANKS
     print(f"loopback interface: {network}; every load makes {sizes(state)} of optimizer state per rank\n")
     print("\n".join(table(report)))

@@ -47,9 +47,7 @@ def covering(
     return [sorted(kept) for kept in chosen]
 
 
-def _cover(
-    rows: Sequence[Row], pairs: Collection[str], shared: Collection[str], together: set[Goal]
-) -> list[int]:
+def _cover(rows: Sequence[Row], pairs: Collection[str], shared: Collection[str], together: set[Goal]) -> list[int]:
     """Choose combinations of one test, and take from `together` what they have of it."""
     goals = [{*((each,) for each in row.items()), *_pairs(row, pairs)} for row in rows]
     missing = set().union(*goals)
@@ -111,12 +109,8 @@ def _row(item: pytest.Function) -> Row:
 
 def _listed_together(item: pytest.Item) -> list[list[str]]:
     """Return the names of the parameters of each mark `parametrize`."""
-    marks = [
-        mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in item.iter_markers("parametrize")
-    ]
-    return [
-        [name.strip() for name in mark.split(",")] if isinstance(mark, str) else [*mark] for mark in marks
-    ]
+    marks = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in item.iter_markers("parametrize")]
+    return [[name.strip() for name in mark.split(",")] if isinstance(mark, str) else [*mark] for mark in marks]
 
 
 def _fixtures(item: pytest.Function) -> set[str]:
@@ -131,7 +125,5 @@ def _named_pairs(item: pytest.Function, row: Row) -> set[str]:
     keys = {name: key for key in row for name in key.split(",")}
     unknown = [name for name in mark.args if name not in keys]
     if unknown:
-        raise pytest.UsageError(
-            f"{item.nodeid}: `pairs` names {', '.join(unknown)}, which are no parameters of it"
-        )
+        raise pytest.UsageError(f"{item.nodeid}: `pairs` names {', '.join(unknown)}, which are no parameters of it")
     return {keys[name] for name in mark.args or keys}

@@ -38,9 +38,7 @@ def each_row(
         signature = inspect.signature(function)
         unknown = [name for name in listed if name not in signature.parameters]
         if unknown:
-            raise TypeError(
-                f"each_row: expected arguments of {function.__name__}, found {', '.join(unknown)}"
-            )
+            raise TypeError(f"each_row: expected arguments of {function.__name__}, found {', '.join(unknown)}")
 
         @functools.wraps(function)
         def run(*given: Any, **fixtures: Any) -> None:
@@ -57,9 +55,7 @@ def each_row(
                 except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                     failed[name] = error
             if failed:
-                told = "\n".join(
-                    f"  {name}: {type(error).__name__}: {error}" for name, error in failed.items()
-                )
+                told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in failed.items())
                 raise AssertionError(
                     f"{len(failed)} of {len(table)} rows of {', '.join(listed)} fail:\n{told}"
                 ) from next(iter(failed.values()))

@@ -71,9 +71,7 @@ TEST_TOOLS: Final = (
     *("pytest-xdist", "safetensors", "tomli"),
 )
 # Leaves the bytecode of what the tests import: without it, each process of a test would compile it again.
-WARM_UP: Final = (
-    "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor"
-)
+WARM_UP: Final = "import torch, torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.tensor"
 
 
 class Environment:
@@ -158,15 +156,9 @@ class Environment:
         )
         build = (str(self.python), "-m", "build", "--no-isolation", "--outdir", str(DIST))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = dict(
-                zip(
-                    PACKAGES, pool.map(told, ([*build, f"packages/{name}"] for name in PACKAGES)), strict=True
-                )
-            )
+            made = dict(zip(PACKAGES, pool.map(told, ([*build, f"packages/{name}"] for name in PACKAGES)), strict=True))
         if failed := {name: each.stdout for name, each in made.items() if each.returncode}:
-            self._session.error(
-                "\n".join([f"These could not be built: {', '.join(failed)}", *failed.values()])
-            )
+            self._session.error("\n".join([f"These could not be built: {', '.join(failed)}", *failed.values()]))
         for name in PACKAGES:
             (wheel,) = DIST.glob(f"{name.replace('-', '_')}-*.whl")
             with zipfile.ZipFile(wheel) as archive:

@@ -149,9 +149,7 @@ MODELS: Final = {
 def specs_of(shapes: Shapes, rule: LayoutRule) -> list[ParamSpec]:
     """The parameters of a unit; of whole tensors, only matrices are kept whole, as Muon needs them."""
     return [
-        ParamSpec(
-            f"p{number}", shape, torch.float32, rule=ELEMENT if rule == WHOLE and len(shape) < 2 else rule
-        )
+        ParamSpec(f"p{number}", shape, torch.float32, rule=ELEMENT if rule == WHOLE and len(shape) < 2 else rule)
         for number, shape in enumerate(shapes)
     ]
 

@@ -104,9 +104,7 @@ def picture(curves: Mapping[str, Mapping[int, Curve]]) -> str:
             parts.append(f'<polyline points="{points}" {style} stroke-linecap="round"/>')
         y = 24 + 18 * number
         told = f"{name} on 1 rank (line), 2 (dashes) and 4 (dots)"
-        parts.append(
-            f'<text x="{WIDTH - EDGE}" y="{y}" text-anchor="end" fill="{COLOURS[name]}">{told}</text>'
-        )
+        parts.append(f'<text x="{WIDTH - EDGE}" y="{y}" text-anchor="end" fill="{COLOURS[name]}">{told}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

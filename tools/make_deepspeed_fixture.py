@@ -208,9 +208,7 @@ def make(directory: Path, name: str, steps: int) -> None:
 
 def main() -> None:
     """Make the named checkpoints, or all."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKPOINTS))
     parser.add_argument("--steps", type=int, default=2, help="of training before the checkpoint (2)")

@@ -216,9 +216,7 @@ def deepspeed_zero(ranks: Collectives, stage: int) -> Contender:
         states = optimizer.optimizer.state.values()
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
-    return Contender(
-        engine, [engine], lambda: None, full, engine.step, engine.backward, state_nbytes=state_nbytes
-    )
+    return Contender(engine, [engine], lambda: None, full, engine.step, engine.backward, state_nbytes=state_nbytes)
 
 
 CONTENDERS: Final[dict[str, Callable[[Collectives], Contender]]] = {
@@ -293,9 +291,7 @@ def peers() -> str:
     expected = run_processes(1, _one)[0]
     ranks = run_processes(RANKS, measure, timeout=1800)
     alone = run_processes(1, measure, timeout=1800)[0]
-    lines = [
-        ["", "ms a step", "ms with the backward pass", "MB sent a step", "MB of state", "largest difference"]
-    ]
+    lines = [["", "ms a step", "ms with the backward pass", "MB sent a step", "MB of state", "largest difference"]]
     for name in CONTENDERS:
         told = [rank[name] for rank in ranks]
         if told[0]["failed"]:
@@ -354,9 +350,7 @@ def main() -> int:
     """Write the table, or print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("--print", action="store_true", help="print the table, and leave the page as it is")
-    parser.add_argument(
-        "--owners", action="store_true", help="only the table of owners, which takes no training"
-    )
+    parser.add_argument("--owners", action="store_true", help="only the table of owners, which takes no training")
     asked = parser.parse_args()
     tables = {OWNERS: owners(), **({} if asked.owners else {PEERS: peers()})}
     print("\n".join(tables.values()))

@@ -41,17 +41,14 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base 
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Count one."""
         found = function(*args, **(kwargs or {}))
         is_collective = "c10d" in function.namespace and not function._opname.startswith(("wait", "barrier"))
         if is_collective:
             self.calls += 1
             given, made_here = (
-                sum(each.nbytes for each in tree_leaves(side) if isinstance(each, Tensor))
-                for side in (args, found)
+                sum(each.nbytes for each in tree_leaves(side) if isinstance(each, Tensor)) for side in (args, found)
             )
             self.nbytes += max(given, made_here)
         return found
@@ -74,9 +71,7 @@ def trainings() -> list[tuple[Callable[[], None], Callable[[], None]]]:
 
         def passes(model: Any = model) -> None:
             with loss_parallel():
-                torch.autograd.backward(
-                    F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-                )
+                torch.autograd.backward(F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten()))
 
         def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()

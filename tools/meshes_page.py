@@ -70,9 +70,7 @@ def told(faults: list[str]) -> str:
 def table(rows: list[str], engines: tuple[str, ...]) -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "| mesh | "
-        + " | ".join(engine if engine in THEIRS else f"flatparam: {engine}" for engine in engines)
-        + " |",
+        "| mesh | " + " | ".join(engine if engine in THEIRS else f"flatparam: {engine}" for engine in engines) + " |",
         "| --- " * (len(engines) + 1) + "|",
     ]
     for row in rows:
@@ -159,9 +157,7 @@ def are_right(lines: list[str], names: int, engines: int) -> bool:
 
 def main() -> int:
     """Print the tables, and write them if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the tables into docs/meshes.md")
     parser.add_argument("--short", action="store_true", help="a few rows of flatparam alone")
     parser.add_argument("--products", action="store_true", help="only the pairs and triples of dimensions")

@@ -39,9 +39,7 @@ def read(results: Path) -> dict[str, dict[str, int]]:
         if "model" not in said:
             continue
         if any(child.tag in ("failure", "error", "skipped") for child in case):
-            raise LookupError(
-                f"expected results of tests that have passed, found that {case.attrib['name']} has not"
-            )
+            raise LookupError(f"expected results of tests that have passed, found that {case.attrib['name']} has not")
         model = models.setdefault(said["model"], {})
         model.update({fact: int(said[fact]) for fact in FACTS if fact in said})
         if "column" in said:

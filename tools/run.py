@@ -116,8 +116,7 @@ def check_python() -> None:
     if tuple(sys.version_info[:2]) < OLDEST_PYTHON:
         raise Stop(
             LACKING,
-            "flatparam needs Python 3.10 or newer, and this is %s: call this script with a newer one."
-            % found,
+            "flatparam needs Python 3.10 or newer, and this is %s: call this script with a newer one." % found,
         )
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
@@ -206,9 +205,7 @@ def make_venv() -> None:
         universal_newlines=True,
     )
     if made.returncode != 0:
-        raise Stop(
-            LACKING, "Python could not make an environment in %s: %s" % (VENV, telling_line(made.stdout))
-        )
+        raise Stop(LACKING, "Python could not make an environment in %s: %s" % (VENV, telling_line(made.stdout)))
 
 
 def pip_install(arguments: List[str]) -> Tuple[int, str]:
@@ -245,9 +242,7 @@ def telling_line(text: str) -> str:
 def stop_installing(what: str, output: str) -> NoReturn:
     """Stop after pip failed to install `what`, telling the network, the disk and the rest apart."""
     if "No space left on device" in output:
-        raise Stop(
-            FAILED, "The disk of %s became full while installing %s: make room and call again." % (ROOT, what)
-        )
+        raise Stop(FAILED, "The disk of %s became full while installing %s: make room and call again." % (ROOT, what))
     if any(clue in output for clue in NO_INDEX):
         raise Stop(
             FAILED,
@@ -294,9 +289,7 @@ def install(locked: str) -> None:
         env=environment,
     )
     if tried.returncode != 0:
-        raise Stop(
-            FAILED, "%s was installed, but importing it fails here: %s" % (torch, telling_line(tried.stdout))
-        )
+        raise Stop(FAILED, "%s was installed, but importing it fails here: %s" % (torch, telling_line(tried.stdout)))
 
 
 def set_up() -> None:

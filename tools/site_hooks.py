@@ -32,9 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead to the pages of notebooks, and have search find the page of symptoms first, and the reference last."""
-    boost = (
-        4.0 if page.file.src_uri == "faq.md" else 0.5 if page.file.src_uri.startswith("reference/") else 1.0
-    )
+    boost = 4.0 if page.file.src_uri == "faq.md" else 0.5 if page.file.src_uri.startswith("reference/") else 1.0
     page.meta.setdefault("search", {"boost": boost})
     return re.sub(r"(\(notebooks/[\w-]+)\.ipynb\)", r"\1.md)", markdown)
 

@@ -42,11 +42,7 @@ class Row:
 def rows() -> list[Row]:
     """Return the rows of the table, in order."""
     table: dict[str, dict[str, Any]] = read_toml(TABLE)
-    return [
-        Row(section, row_id, **facts)
-        for section, rows_of in table.items()
-        for row_id, facts in rows_of.items()
-    ]
+    return [Row(section, row_id, **facts) for section, rows_of in table.items() for row_id, facts in rows_of.items()]
 
 
 def ids_of_tests() -> Iterator[str]:

@@ -108,9 +108,7 @@ def wrapped(ranks: Collectives | None, way: Way) -> FSDP:
     )
 
 
-def trained(
-    ranks: Collectives, way: Way, optimizer: str, steps: Sequence[int], folder: str, save: bool
-) -> str:
+def trained(ranks: Collectives, way: Way, optimizer: str, steps: Sequence[int], folder: str, save: bool) -> str:
     """Train for these steps, from the checkpoint in `folder` if there is one; returns the hash of everything."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -172,9 +170,7 @@ def ways(count: int, seed: int) -> list[Way]:
 
 def show_hashes(count: int, steps: int, seed: int) -> bool:
     """Print how many ways have each hash; returns whether there is one for each optimizer."""
-    print(
-        f"Hashes of parameters and optimizer states after {steps} steps of {MICRO_BATCHES} micro-batches:\n"
-    )
+    print(f"Hashes of parameters and optimizer states after {steps} steps of {MICRO_BATCHES} micro-batches:\n")
     print("| optimizer | hash | ways |\n| --- | --- | ---: |")
     is_one = True
     for optimizer in OPTIMIZERS:
@@ -213,9 +209,7 @@ def gradients_of(ranks: Collectives, seed: int, mine: Sequence[Sequence[int]], s
 def show_unequal(count: int = 30) -> bool:
     """Print how many random distributions of micro-batches have the gradients of one process, to the bit."""
     print(
-        f"\n| unequal work, {count} random distributions | "
-        + " | ".join(f"{size} ranks" for size in (2, 3, 4))
-        + " |"
+        f"\n| unequal work, {count} random distributions | " + " | ".join(f"{size} ranks" for size in (2, 3, 4)) + " |"
     )
     print("| --- | ---: | ---: | ---: |")
     is_right = True
@@ -278,9 +272,7 @@ def show_costs() -> None:
     for name, several in (("a micro-batch on each rank", False), ("two on each", True)):
         found = [run_threads(2, sent, *kind, several)[0] for kind in kinds.values()]
         print(f"| {name} | {' | '.join(f'{each:,} ({each / found[0]:.2f} x)' for each in found)} |")
-    print(
-        "\n| a step on two ranks, shared memory | default | exact | FSDP1, gloo |\n| --- | ---: | ---: | ---: |"
-    )
+    print("\n| a step on two ranks, shared memory | default | exact | FSDP1, gloo |\n| --- | ---: | ---: | ---: |")
     for name, width, blocks in (("small", 128, 8), ("wide", 768, 2)):
         times = run_processes(2, timed, width, blocks, timeout=600, pg_timeout=300)
         seconds = {kind: max(each[kind] for each in times) for kind in times[0]}
@@ -290,9 +282,7 @@ def show_costs() -> None:
 
 def main() -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", type=int, default=60, help="ways to train for each optimizer (default: 60)")
     parser.add_argument("--steps", type=int, default=200, help="steps of each (default: 200)")
     parser.add_argument("--seed", type=int, default=0)

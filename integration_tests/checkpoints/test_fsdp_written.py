@@ -39,9 +39,7 @@ def shard(model: nn.Module, kind: str) -> nn.Module:
         fully_shard(model[0], mesh=mesh)  # type: ignore[index]
         fully_shard(model, mesh=mesh)
         return model
-    return FullyShardedDataParallel(
-        model, use_orig_params=kind == "fsdp1-originals", device_id=torch.device("cpu")
-    )
+    return FullyShardedDataParallel(model, use_orig_params=kind == "fsdp1-originals", device_id=torch.device("cpu"))
 
 
 def trained(kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,9 +59,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any,
     if isinstance(model, FullyShardedDataParallel):
         configs = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
-            return copy.deepcopy(
-                (model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer))
-            )
+            return copy.deepcopy((model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)))
     return copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
 
 
@@ -104,9 +100,7 @@ def whole(source: Source, path: str) -> torch.Tensor:
 
 def assert_holds(source: Source, weights: Any, states: Any) -> None:
     """The source has these weights and states, bit for bit, and the groups' options."""
-    assert {path for path in source.tensors if path.startswith("model/")} == {
-        f"model/{name}" for name in weights
-    }
+    assert {path for path in source.tensors if path.startswith("model/")} == {f"model/{name}" for name in weights}
     for name, tensor in weights.items():
         assert torch.equal(whole(source, f"model/{name}"), tensor), name
     for name, values in states["state"].items():

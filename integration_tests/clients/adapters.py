@@ -87,9 +87,7 @@ def with_two(base: str) -> nn.Module:
     return model
 
 
-def sharded(
-    model: nn.Module, world: Collectives | None, *, use_orig_params: bool, apart: bool = False
-) -> nn.Module:
+def sharded(model: nn.Module, world: Collectives | None, *, use_orig_params: bool, apart: bool = False) -> nn.Module:
     """On `world`, or whole; `apart` makes each layer of an adapter a unit of its own."""
     if world is None:
         return model
@@ -257,9 +255,7 @@ def collected(world: Collectives | None, kind: str, installed: bool) -> dict[str
         return peft.get_peft_model_state_dict(model)  # type: ignore[no-any-return]
     model = getattr(quantised, kind)(model)
     found = peft.get_peft_model_state_dict(inner_of(model), state_dict=model.state_dict())
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
-    }
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
 def inner_of(model: nn.Module) -> Any:

@@ -83,9 +83,7 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear
                 yield parent, name, child
 
 
-def losses(
-    model: nn.Module, rank: int | None = None, after_step: Callable[[], object] = lambda: None
-) -> list[Any]:
+def losses(model: nn.Module, rank: int | None = None, after_step: Callable[[], object] = lambda: None) -> list[Any]:
     """Train, and return the loss of each step; of one process that does the work of all ranks, those of each rank."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found: list[Any] = []

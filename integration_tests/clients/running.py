@@ -50,9 +50,7 @@ def losses_in(output: str, run: tuple[str, ...]) -> Losses:
     lines = [words for words in map(str.split, output.splitlines()) if words]
     module = "flatparam" if run else "torch"
     assert {words[1].split(".")[0] for words in lines if words[0] == "class"} == {module}
-    return {
-        (int(words[1]), int(words[2])): tuple(map(float, words[3:])) for words in lines if words[0] == "loss"
-    }
+    return {(int(words[1]), int(words[2])): tuple(map(float, words[3:])) for words in lines if words[0] == "loss"}
 
 
 def after(steps: int, losses: Losses) -> Losses:

@@ -57,8 +57,7 @@ def module_of(wheel: Path, file: str, names: Collection[str], **others: Any) -> 
 def _stands_outside(statement: ast.stmt, tree: ast.Module) -> bool:
     """Whether an import is not inside a function; it can be inside an `if`."""
     return not any(
-        isinstance(each, ast.FunctionDef | ast.ClassDef)
-        and each.lineno <= statement.lineno <= (each.end_lineno or 0)
+        isinstance(each, ast.FunctionDef | ast.ClassDef) and each.lineno <= statement.lineno <= (each.end_lineno or 0)
         for each in tree.body
     )
 

@@ -49,9 +49,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, st
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_numbers_are_those_of_transformers(
-    setting: str, dtype: torch.dtype, use_orig_params: bool
-) -> None:
+def test_the_numbers_are_those_of_transformers(setting: str, dtype: torch.dtype, use_orig_params: bool) -> None:
     """Parameters after four steps are equal to the bit, and so they are if the state came from transformers' own."""
     settings = SETTINGS[setting]
     plain = build(dtype)
@@ -79,9 +77,7 @@ def test_the_numbers_are_those_of_transformers(
         begun_model = build(dtype)
         begun_model.load_state_dict(begun[0])
         model, optimizer = wrap(world, begun_model)
-        by_name = FSDP.rekey_optim_state_dict(
-            copy.deepcopy(begun[1]), OptimStateKeyType.PARAM_NAME, build(dtype)
-        )
+        by_name = FSDP.rekey_optim_state_dict(copy.deepcopy(begun[1]), OptimStateKeyType.PARAM_NAME, build(dtype))
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, by_name))
         train(model, optimizer, 2, 4)
         found.append(model.state_dict())

@@ -65,9 +65,7 @@ def test_unequal_work() -> None:
             str(ranks),
         )
         output = output_of(*launch, *OURS, PROGRAMS / "on_cpu.py", PROGRAMS / "unequal.py")
-        norms.append(
-            [float(line.split()[1]) for line in output.splitlines() if re.fullmatch(r"\d [\d.]+", line)]
-        )
+        norms.append([float(line.split()[1]) for line in output.splitlines() if re.fullmatch(r"\d [\d.]+", line)])
     assert len(norms[0]) == 3
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
@@ -111,9 +109,7 @@ def test_accelerate_on_other_ranks(form: str, tmp_path: Path) -> None:
     assert_goes_on(three, losses, 3, ranks=3)
 
 
-@pytest.mark.parametrize(
-    ("form", "option"), [(FORMS[0], "--plain"), (FORMS[0], "--bf16"), (FORMS[1], "--plain")]
-)
+@pytest.mark.parametrize(("form", "option"), [(FORMS[0], "--plain"), (FORMS[0], "--bf16"), (FORMS[1], "--plain")])
 def test_trainer(form: str, option: str, tmp_path: Path) -> None:
     """The losses with AdamW are those with torch's FSDP1, and after a resume those of the run that went on."""
     losses = trainer(tmp_path, form, option)

@@ -23,9 +23,7 @@ KINDS = [
     for name in ("bitsandbytes", "torchao")
 ]
 UNITS: Mapping[str, Any] = {"one unit": None, "layers": ModuleWrapPolicy({nn.Linear})}
-SETTINGS: list[Any] = [
-    pytest.param(ranks, units, id=f"{ranks}, {units}") for ranks in (1, 2, 4) for units in UNITS
-]
+SETTINGS: list[Any] = [pytest.param(ranks, units, id=f"{ranks}, {units}") for ranks in (1, 2, 4) for units in UNITS]
 STEPS = 4
 
 

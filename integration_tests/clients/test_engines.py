@@ -57,9 +57,7 @@ def mlp() -> nn.Module:
 
 
 def wrapped(original: bool = True, **arguments: Any) -> Any:
-    return flatparam.FullyShardedDataParallel(
-        mlp(), auto_wrap_policy=LINEAR, use_orig_params=original, **arguments
-    )
+    return flatparam.FullyShardedDataParallel(mlp(), auto_wrap_policy=LINEAR, use_orig_params=original, **arguments)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -266,9 +264,7 @@ class Settings(dict[str, Any]):
 
 def rlinf_strategy() -> Any:
     """Its strategy for FSDP1, without the base class, which needs ray."""
-    norm = functions_of(
-        wheel("rlinf"), "rlinf/hybrid_engines/fsdp/utils.py", ["get_grad_norm_for_mixed_precision"]
-    )
+    norm = functions_of(wheel("rlinf"), "rlinf/hybrid_engines/fsdp/utils.py", ["get_grad_norm_for_mixed_precision"])
     return functions_of(
         wheel("rlinf"),
         "rlinf/hybrid_engines/fsdp/strategy/fsdp.py",
@@ -375,9 +371,7 @@ def test_composer_recovers(composer: Any, original: bool) -> None:
         def made() -> Any:
             torch.manual_seed(0)
             module = nn.Sequential(Failing(3, 4), nn.Linear(4, 2))
-            return flatparam.FullyShardedDataParallel(
-                module, auto_wrap_policy=LINEAR, use_orig_params=original
-            )
+            return flatparam.FullyShardedDataParallel(module, auto_wrap_policy=LINEAR, use_orig_params=original)
 
         model, twin = made(), made()
         called: list[int] = []
@@ -463,9 +457,7 @@ def fairseq2_trains(world: Collectives, dtype: torch.dtype | None) -> None:
     with flatparam.install():
         functions, group = fairseq2(), torch.distributed.group.WORLD
         several = SimpleNamespace(size=world.size, rank=world.rank, as_process_group=lambda: group)
-        gangs = SimpleNamespace(
-            sdp=several, rdp=SimpleNamespace(size=1), dp=several, device=torch.device("cpu")
-        )
+        gangs = SimpleNamespace(sdp=several, rdp=SimpleNamespace(size=1), dp=several, device=torch.device("cpu"))
 
         def each_layer(module: nn.Module, wrap: Callable[..., Any]) -> nn.Module:
             for name, child in list(module.named_children()):
@@ -479,9 +471,7 @@ def fairseq2_trains(world: Collectives, dtype: torch.dtype | None) -> None:
         model, other = made(), made()
         step(world, model, torch.optim.AdamW(model.parameters(), lr=0.1))
         local = functions.fsdp1_local_state_dict(model)
-        with flatparam.FullyShardedDataParallel.state_dict_type(
-            model, flatparam.StateDictType.FULL_STATE_DICT
-        ):
+        with flatparam.FullyShardedDataParallel.state_dict_type(model, flatparam.StateDictType.FULL_STATE_DICT):
             full = model.state_dict()
         # It puts the parts of all ranks together along dimension 0.
         for name, value in full.items():

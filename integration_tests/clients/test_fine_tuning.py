@@ -62,9 +62,7 @@ def expected() -> tuple[list[list[float]], list[str]]:
         losses.append([loss.item() for loss in of_ranks])
         generator = story.make().bfloat16().eval()
         generator.load_state_dict(average.module.state_dict())
-        answer: Any = generator.generate(
-            input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False
-        )
+        answer: Any = generator.generate(input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
         answers.append(" ".join(map(str, answer[0].tolist())))
     return losses, answers
 
@@ -127,9 +125,7 @@ def test_rotary_buffers_of_a_model_on_meta_are_refused(somebodys: Path) -> None:
     def program(world: Any) -> None:
         with torch.device("meta"):
             hollow = AutoModelForCausalLM.from_config(config)
-        with pytest.raises(
-            CheckpointError, match=r"rotary_emb\.inv_freq.*pass the function that makes the model"
-        ):
+        with pytest.raises(CheckpointError, match=r"rotary_emb\.inv_freq.*pass the function that makes the model"):
             load_pretrained(hollow, somebodys)
 
     run_threads(2, program)
@@ -228,9 +224,7 @@ def test_a_base_model_is_loaded_beneath_a_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_moe", "jamba"])
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_experts_are_joined_while_they_are_read(
-    kind: str, strategy: ShardingStrategy, tmp_path: Path
-) -> None:
+def test_experts_are_joined_while_they_are_read(kind: str, strategy: ShardingStrategy, tmp_path: Path) -> None:
     """Experts are many tensors in files and one in memory: the state is that of `from_pretrained`, each byte read once."""
     torch.manual_seed(0)
     config = small(kind)

@@ -34,9 +34,7 @@ def run(program: str, folder: Path, options: str, *, ours: bool) -> Losses:
     return losses_in(output, runner)
 
 
-@pytest.mark.parametrize(
-    ("program", "options"), [(p, each) for p, all_of in CASES.items() for each in all_of]
-)
+@pytest.mark.parametrize(("program", "options"), [(p, each) for p, all_of in CASES.items() for each in all_of])
 def test_the_bits_of_fsdp2(program: str, options: str, tmp_path: Path) -> None:
     """Each loss, and each norm by which gradients are clipped, is that with torch's `fully_shard`."""
     pytest.importorskip({"trl_trainers.py": "trl"}.get(program, "peft"))

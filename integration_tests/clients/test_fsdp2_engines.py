@@ -73,9 +73,7 @@ def trained(ranks: Collectives, installed: bool, tied: bool) -> list[Any]:
             kept, spec = verl.fsdp2_sharded_save_to_cpu(model)
             # On a CPU, it copies nothing.
             kept = {name: (value.clone(), cut) for name, (value, cut) in kept.items()}
-        ids = torch.randint(
-            32, (2, 8), generator=torch.Generator().manual_seed(10 * min(step, 2) + ranks.rank)
-        )
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(10 * min(step, 2) + ranks.rank))
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         norm = verl.fsdp2_clip_grad_norm_(model.parameters(), 0.5)

@@ -22,9 +22,7 @@ from integration_tests.clients.running import (
 )
 
 if importlib.util.find_spec("lightning") is None:
-    pytest.skip(
-        "Lightning is not here; `nox -s clients` has it in an environment of its own", allow_module_level=True
-    )
+    pytest.skip("Lightning is not here; `nox -s clients` has it in an environment of its own", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(1800)]
 
@@ -57,10 +55,7 @@ def trainer(*arguments: object, run: tuple[str, ...] = OURS) -> Losses:
 @pytest.mark.parametrize(
     ("form", "option"),
     [
-        *(
-            (FORMS[0], option)
-            for option in ("--plain", "--accumulate", "--bf16", "--checkpointing", "--flat")
-        ),
+        *((FORMS[0], option) for option in ("--plain", "--accumulate", "--bf16", "--checkpointing", "--flat")),
         *((FORMS[1], option) for option in ("--plain", "--checkpointing", "--flat")),
     ],
 )
@@ -89,10 +84,7 @@ def test_fabric_on_other_ranks(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "option"),
     [
-        *(
-            (FORMS[0], option)
-            for option in ("--plain", "--accumulate", "--bf16", "--checkpointing", "--clip")
-        ),
+        *((FORMS[0], option) for option in ("--plain", "--accumulate", "--bf16", "--checkpointing", "--clip")),
         *((FORMS[1], option) for option in ("--plain", "--checkpointing")),
     ],
 )
@@ -123,9 +115,7 @@ def test_trainer_on_other_ranks(form: str, tmp_path: Path) -> None:
 
 def validations(*arguments: object, run: tuple[str, ...] = OURS) -> list[list[str]]:
     """What each rank computes in validation, in order: rank, epoch, loss."""
-    lines = [
-        line.split() for line in output_of(*run, PROGRAMS / "lightning_trainer.py", *arguments).splitlines()
-    ]
+    lines = [line.split() for line in output_of(*run, PROGRAMS / "lightning_trainer.py", *arguments).splitlines()]
     return sorted((words[1:] for words in lines if words[:1] == ["validation"]), key=lambda words: words[0])
 
 
@@ -135,15 +125,11 @@ def test_an_average_of_the_weights(form: str, tmp_path: Path) -> None:
     found = validations(tmp_path, form, "--sharded-average")
     expected = validations(tmp_path / "ddp", "ddp", "--average", run=())
     assert [words[:2] for words in found] == [words[:2] for words in expected]
-    assert [float(loss) for *_, loss in found] == pytest.approx(
-        [float(loss) for *_, loss in expected], rel=1e-4
-    )
+    assert [float(loss) for *_, loss in found] == pytest.approx([float(loss) for *_, loss in expected], rel=1e-4)
     assert len(found) == 2 * (2 + 2 * 2)
 
 
 def test_lightnings_average_is_refused(tmp_path: Path) -> None:
     """Lightning copies the model before it is sharded: its average is refused by name, with the line that works."""
-    with pytest.raises(
-        AssertionError, match=r"before the model was sharded.*ema = flatparam.ShardedEMA\(model"
-    ):
+    with pytest.raises(AssertionError, match=r"before the model was sharded.*ema = flatparam.ShardedEMA\(model"):
         trainer(tmp_path, "full", "--average")

@@ -29,16 +29,12 @@ def trained(*arguments: object, run: tuple[str, ...] = OURS, ranks: int = 2) -> 
 
 def assert_same_run(ours: Losses, theirs: Losses) -> None:
     """The losses are equal; norms may differ in the last bits, as FSDP1 has parameters in a different order."""
-    assert {key: values[0] for key, values in ours.items()} == {
-        key: values[0] for key, values in theirs.items()
-    }
+    assert {key: values[0] for key, values in ours.items()} == {key: values[0] for key, values in theirs.items()}
     for key, values in ours.items():
         assert values == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("form", "option"), [(FORMS[0], "--plain"), (FORMS[0], "--bf16"), (FORMS[1], "--plain")]
-)
+@pytest.mark.parametrize(("form", "option"), [(FORMS[0], "--plain"), (FORMS[0], "--bf16"), (FORMS[1], "--plain")])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_trainers(kind: str, form: str, option: str, tmp_path: Path) -> None:
     """The losses with AdamW are those with torch's FSDP1, and after a resume those of the run that went on.

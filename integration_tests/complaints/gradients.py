@@ -125,9 +125,7 @@ class TwoExperts(nn.Module):
         return self.head(all_to_all_single(torch.empty(2, *x.shape), self.experts[0](of_ranks)).sum(0))
 
 
-@row(
-    "Megatron#5956", "An expert on each rank sees all ranks' words: which divisor has its gradient?", own=True
-)
+@row("Megatron#5956", "An expert on each rank sees all ranks' words: which divisor has its gradient?", own=True)
 def divisor_of_experts(fsdp: Any, rank: int) -> Off:
     model, plain, start = seeded(TwoExperts), seeded(TwoExperts), seeded(TwoExperts)
     model.experts = model.experts[rank : rank + 1]

@@ -67,9 +67,7 @@ def logged(fsdp: Any, rank: int) -> Leak:
     return leak(step)
 
 
-@row(
-    "pytorch#176010", "Small weights are set to zero, below a threshold that changes with the step.", ranks=1
-)
+@row("pytorch#176010", "Small weights are set to zero, below a threshold that changes with the step.", ranks=1)
 def pruned(fsdp: Any, rank: int) -> Leak:
     model = shard(fsdp, seeded())
 

@@ -131,9 +131,7 @@ def page(found: Mapping[str, Any], text: str) -> str:
     """The page `text` with what was found."""
     made = found["made"]
     rows = load_all()
-    verdicts = {
-        report: {side: Verdict(*each) for side, each in found["rows"][report].items()} for report in rows
-    }
+    verdicts = {report: {side: Verdict(*each) for side, each in found["rows"][report].items()} for report in rows}
     versions = ", ".join(f"{name} {version}" for name, version in made.items() if name != "date")
     summary = f"{counts(verdicts)}\n\n{len(rows)} reports; {made['date']}, {versions}, on a CPU."
     return between(between(text, "counts", summary), "rows", "\n\n".join(parts(rows, verdicts)))
@@ -147,8 +145,7 @@ def write(verdicts: Mapping[str, Mapping[str, Verdict]]) -> None:
         "torch": torch.__version__,
     }
     of_rows = {
-        report: {side: attrs.astuple(each) for side, each in of_sides.items()}
-        for report, of_sides in verdicts.items()
+        report: {side: attrs.astuple(each) for side, each in of_sides.items()} for report, of_sides in verdicts.items()
     }
     RESULTS.write_text(json.dumps({"made": made, "rows": of_rows}, indent=1) + "\n", encoding="utf-8")
     write_again()

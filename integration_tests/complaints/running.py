@@ -69,9 +69,7 @@ def _verdict(program: Any, fsdp: Any, rank: int) -> Verdict:
 def judged(found: Off | Leak | Work) -> Verdict:
     """The verdict on a figure."""
     if isinstance(found, Leak):
-        return (
-            Verdict("leak", f"{found.nbytes:,} bytes a step") if found.nbytes >= _NOISE else Verdict("right")
-        )
+        return Verdict("leak", f"{found.nbytes:,} bytes a step") if found.nbytes >= _NOISE else Verdict("right")
     if isinstance(found, Work):
         return Verdict("slow", f"{found.times:.1f} times the calls") if found.times > 2 else Verdict("right")
     if found.by <= found.most:
@@ -83,9 +81,7 @@ def failed(error: Exception) -> Verdict:
     """The verdict on an error: what a library raises in words of its own, and not by an assertion, is a refusal."""
     kind, text = type(error), f"{error}"
     where = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_torchs = "/distributed/fsdp/" in where and isinstance(
-        error, (ValueError, TypeError, NotImplementedError)
-    )
+    is_torchs = "/distributed/fsdp/" in where and isinstance(error, (ValueError, TypeError, NotImplementedError))
     if kind.__module__.startswith("flatparam") or "/flatparam" in where or is_torchs:
         return Verdict("refused", kind.__name__)
     if "Timed out" in text or "Connection closed by peer" in text:  # whose rank had waited long enough

@@ -52,18 +52,13 @@ def short(reports: list[str], side: str) -> bool:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("reports", "side"),
-    [
-        where if short(*where) else pytest.param(*where, marks=pytest.mark.long)
-        for where in worlds("flatparam", "door")
-    ],
+    [where if short(*where) else pytest.param(*where, marks=pytest.mark.long) for where in worlds("flatparam", "door")],
     ids=name_of,
 )
 def test_flatparam(reports: list[str], side: str) -> None:
     """What flatparam does with each program is what the page says."""
     found = run_rows(reports, side)
-    assert {report: verdict.kind for report, verdict in found.items()} == kinds_on_the_page(reports, side), (
-        found
-    )
+    assert {report: verdict.kind for report, verdict in found.items()} == kinds_on_the_page(reports, side), found
 
 
 @pytest.mark.long

@@ -46,9 +46,7 @@ def tied_in_a_list(fsdp: Any, rank: int) -> Off:
     return off(model, plain, seeded(Model, tied=True))
 
 
-@row(
-    "Model-Optimizer#2059", "Only the embedding of a tied pair is a unit of its own; its head is the root's."
-)
+@row("Model-Optimizer#2059", "Only the embedding of a tied pair is a unit of its own; its head is the root's.")
 def tied_to_the_root(fsdp: Any, rank: int) -> Off:
     model, plain = seeded(Model, tied=True), seeded(Model, tied=True)
     fsdp.fully_shard(model.embedding)

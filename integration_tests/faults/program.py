@@ -76,18 +76,14 @@ def _fail(*args: Any) -> Any:
 class Program:
     """A model of several units, and a step that can be done in other ways."""
 
-    def __init__(
-        self, fsdp: Any, state_dict_type: Any, collectives: Any, use_orig_params: bool, how: str = ""
-    ) -> None:
+    def __init__(self, fsdp: Any, state_dict_type: Any, collectives: Any, use_orig_params: bool, how: str = "") -> None:
         """`fsdp` is the class of the wrapper, flatparam's or torch's; `state_dict_type` selects full state dicts.
 
         Of `two models` there are two, which take turns.
         """
         torch.manual_seed(0)
         self.twin = (
-            Program(fsdp, state_dict_type, collectives, use_orig_params)
-            if how.startswith("two models")
-            else None
+            Program(fsdp, state_dict_type, collectives, use_orig_params) if how.startswith("two models") else None
         )
         self.fsdp = fsdp
         self.state_dict_type = state_dict_type

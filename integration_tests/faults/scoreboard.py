@@ -25,9 +25,7 @@ _FINE = ("named",)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the trials, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     everything = [*FAILURES, *DIVERGENCES]
     parser.add_argument("--faults", nargs="+", choices=everything, default=everything)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
@@ -64,9 +62,7 @@ def _row(fault: str, libraries: list[str], outcomes: dict[tuple[str, str, bool],
     cells = [fault]
     for library in libraries:
         verdicts = [outcomes[fault, library, original].verdict for original in (False, True)]
-        cells.append(
-            verdicts[0] if len(set(verdicts)) == 1 else f"{verdicts[0]} (flat), {verdicts[1]} (originals)"
-        )
+        cells.append(verdicts[0] if len(set(verdicts)) == 1 else f"{verdicts[0]} (flat), {verdicts[1]} (originals)")
     return cells
 
 

@@ -21,13 +21,9 @@ from integration_tests.faults.program import DIVERGENCES, Program
 pytestmark = pytest.mark.processes
 
 
-def _train(
-    comm: ProcessGroupCollectives, directory: str, how: str, through: str, use_orig_params: bool
-) -> None:
+def _train(comm: ProcessGroupCollectives, directory: str, how: str, through: str, use_orig_params: bool) -> None:
     collectives = shared_memory(comm) if through == "shared memory" else comm
-    program = Program(
-        FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, how
-    )
+    program = Program(FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, how)
     for _ in range(3):
         program.step()
     parted = time.monotonic()

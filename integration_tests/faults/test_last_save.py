@@ -68,9 +68,7 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
     collectives: Collectives = shared_memory(comm) if through == "shared memory" else comm
     plain = blocks()
     for index, block in enumerate(plain):
-        plain[index] = FullyShardedDataParallel(
-            block, collectives, use_orig_params=original, forward_prefetch=True
-        )
+        plain[index] = FullyShardedDataParallel(block, collectives, use_orig_params=original, forward_prefetch=True)
     model = FullyShardedDataParallel(plain, collectives, use_orig_params=original, forward_prefetch=True)
     optimizer = Faulty(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, ranks=collectives)
@@ -119,9 +117,7 @@ def in_one_process() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("through", "original"), [("gloo", False), ("shared memory", True)])
 @pytest.mark.parametrize("fault", ["forward", "between"])
-def test_what_all_ranks_have_completed_is_saved(
-    tmp_path: Path, fault: str, through: str, original: bool
-) -> None:
+def test_what_all_ranks_have_completed_is_saved(tmp_path: Path, fault: str, through: str, original: bool) -> None:
     """An exception of one rank, whose process lives, costs no step: what is saved equals one process's, to the bit."""
     told = run_processes(2, _train, str(tmp_path), fault, through, original, grace=PATIENCE)
     path = tmp_path / "run" / f"step-{FAILS:08}"

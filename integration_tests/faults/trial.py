@@ -79,9 +79,7 @@ def run_trial(library: str, fault: str, use_orig_params: bool) -> Outcome:
     return Outcome("named" if is_named else "poor words", seconds, told)
 
 
-def _rank(
-    comm: ProcessGroupCollectives, directory: str, library: str, fault: str, use_orig_params: bool
-) -> None:
+def _rank(comm: ProcessGroupCollectives, directory: str, library: str, fault: str, use_orig_params: bool) -> None:
     if library == "torch FSDP1":
         # flatparam tells its peers nothing.
         set_relay(False)
@@ -114,9 +112,7 @@ def _rank(
         raise
 
 
-def _program(
-    comm: ProcessGroupCollectives, library: str, use_orig_params: bool, fault: str
-) -> tuple[Program, Any]:
+def _program(comm: ProcessGroupCollectives, library: str, use_orig_params: bool, fault: str) -> tuple[Program, Any]:
     if library == "torch FSDP1":
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
@@ -125,7 +121,5 @@ def _program(
         program = Program(Theirs, TheirType.FULL_STATE_DICT, comm.group, use_orig_params, fault)
         return program, lambda: dist.barrier(comm.group)
     collectives = shared_memory(comm) if library == "shared memory" else comm
-    program = Program(
-        FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, fault
-    )
+    program = Program(FullyShardedDataParallel, StateDictType.FULL_STATE_DICT, collectives, use_orig_params, fault)
     return program, collectives.barrier

@@ -272,15 +272,12 @@ class Answers:
         except Exception:
             return None, traceback.format_exc()
         answers = {
-            question.key: list(given)
-            for question, given in zip(questions, zip(*of_ranks, strict=True), strict=True)
+            question.key: list(given) for question, given in zip(questions, zip(*of_ranks, strict=True), strict=True)
         }
         return answers, None
 
 
-def answer_all(
-    group: Collectives, questions: Sequence[Question], stores: Path
-) -> list[tuple[Answer, Answer]]:
+def answer_all(group: Collectives, questions: Sequence[Question], stores: Path) -> list[tuple[Answer, Answer]]:
     """This rank's answers to every question, ours first."""
     rank, size = group.rank, group.size
     told = dist.FileStore(str(stores / "told"), size)

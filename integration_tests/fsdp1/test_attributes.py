@@ -74,9 +74,7 @@ def test_params(library: Library, originals: bool) -> Any:
     )
     wrappers = library.FSDP.fsdp_modules(model)
     flat = [parameter for wrapper in wrappers for parameter in wrapper.params]
-    kinds = [
-        (type(p).__name__, isinstance(p, library.FlatParameter), isinstance(p, nn.Parameter)) for p in flat
-    ]
+    kinds = [(type(p).__name__, isinstance(p, library.FlatParameter), isinstance(p, nn.Parameter)) for p in flat]
     listed = [any(p is each for each in model.parameters()) for p in flat]
     return [
         [len(wrapper.params) for wrapper in wrappers],
@@ -144,9 +142,7 @@ def test_an_attribute_that_nobody_has(library: Library) -> Any:
 def test_how_it_is_shown(library: Library, originals: bool, policy: bool) -> Any:
     """`repr` of the wrapper."""
     return repr(
-        library.shard(
-            seeded(), auto_wrap_policy=blocks(library) if policy else None, use_orig_params=originals
-        )
+        library.shard(seeded(), auto_wrap_policy=blocks(library) if policy else None, use_orig_params=originals)
     )
 
 

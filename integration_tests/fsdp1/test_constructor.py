@@ -514,9 +514,7 @@ def test_use_orig_params(library: Library, policy: bool) -> Any:
         use_orig_params=True,
         auto_wrap_policy=library.ModuleWrapPolicy({nn.Linear}) if policy else None,
     )
-    after = {
-        name.replace("_fsdp_wrapped_module.", ""): parameter for name, parameter in model.named_parameters()
-    }
+    after = {name.replace("_fsdp_wrapped_module.", ""): parameter for name, parameter in model.named_parameters()}
     kept = [after[name] is parameter for name, parameter in before.items()]
     return [list(after), kept, [type(parameter) for parameter in after.values()], facts(library, model)]
 

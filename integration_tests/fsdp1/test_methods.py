@@ -72,9 +72,7 @@ def test_apply_on_a_unit_below(library: Library) -> Any:
     """It changes that unit, and the root is the root as before."""
     model = model_of(library)
     model.blocks[0].apply(lambda module: None)
-    model.blocks[1].apply(
-        lambda module: module.weight.data.zero_() if isinstance(module, nn.Linear) else None
-    )
+    model.blocks[1].apply(lambda module: module.weight.data.zero_() if isinstance(module, nn.Linear) else None)
     return [model.check_is_root(), model.blocks[1].check_is_root(), full(library, model)]
 
 
@@ -126,9 +124,7 @@ def test_inputs_are_cast(library: Library, kind: str) -> Any:
             seen.extend(item.dtype for item in items)
             return self.layer(x)
 
-    model = library.shard(
-        seeded(Watching), mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16)
-    )
+    model = library.shard(seeded(Watching), mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16))
     items = [batch(), torch.ones(2, dtype=torch.int64), batch().double(), torch.ones(1, dtype=torch.bool)]
     more = {"list": items, "tuple": tuple(items), "dict": dict(enumerate(items))}.get(kind, items)
     y = model(batch(), more=more)
@@ -227,9 +223,7 @@ def test_register_comm_hook(library: Library, strategy: str) -> Any:
     called = []
 
     def hook(state: Any, gradient: torch.Tensor, *shard: torch.Tensor) -> None:
-        called.append(
-            (state, gradient.dim(), str(gradient.dtype), len(shard), [each.dim() for each in shard])
-        )
+        called.append((state, gradient.dim(), str(gradient.dtype), len(shard), [each.dim() for each in shard]))
         for each in shard:
             each.fill_(2.0)
         if not shard:

@@ -22,9 +22,7 @@ def test_what_hooks_find(library: Library, originals: bool) -> Any:
     """Each kind of hook on a wrapped module finds full parameters, in memory, exactly if it does with FSDP1."""
     seen: list[Any] = []
     module = seeded(layers)
-    model = library.shard(
-        module, auto_wrap_policy=library.ModuleWrapPolicy({nn.Linear}), use_orig_params=originals
-    )
+    model = library.shard(module, auto_wrap_policy=library.ModuleWrapPolicy({nn.Linear}), use_orig_params=originals)
     for index in (0, 2, 4):
         inner = model.module[index].module
         full = inner.out_features * inner.in_features
@@ -56,8 +54,6 @@ def test_a_hook_sees_what_a_norm_puts_out(library: Library) -> Any:
         mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
     )
     inner = model.norm.module
-    inner.register_forward_hook(
-        lambda module, args, y: seen.extend([args[0].dtype, y.dtype, module.weight.numel()])
-    )
+    inner.register_forward_hook(lambda module, args, y: seen.extend([args[0].dtype, y.dtype, module.weight.numel()]))
     model(batch())
     return seen

@@ -16,9 +16,7 @@ from integration_tests.fsdp1.subjects import batch, blocks, full, rank, seeded
 BOTH = [False, True]
 
 
-def trained(
-    library: Library, originals: bool, form: str = "FULL_STATE_DICT", seed: int = 0
-) -> tuple[Any, Any]:
+def trained(library: Library, originals: bool, form: str = "FULL_STATE_DICT", seed: int = 0) -> tuple[Any, Any]:
     """The net and its optimizer after two steps; states stay where they are, since FSDP1 saves others from the CPU."""
     model = library.shard(seeded(), auto_wrap_policy=blocks(library), use_orig_params=originals)
     kind = form.split("_")[0].title()
@@ -103,9 +101,7 @@ def test_optim_state_dict_to_load(library: Library, originals: bool, how: str) -
         "position": lambda: convert(other, target, state),
         "name": lambda: convert(model=other, optim=target, optim_state_dict=state),
         "directly": lambda: convert(other, target, state, False, True),
-        "named_optimizer_off": lambda: convert(
-            other, target, state, is_named_optimizer=False, load_directly=False
-        ),
+        "named_optimizer_off": lambda: convert(other, target, state, is_named_optimizer=False, load_directly=False),
         "group": lambda: convert(other, target, state, group=dist.group.WORLD),
     }[how]()
     if how != "directly":
@@ -126,9 +122,7 @@ def test_full_optim_state_dict(library: Library, originals: bool, how: str) -> A
             "none": lambda: ask(model, optimizer),
             "all": lambda: ask(model, optimizer, None, False),
             "first": lambda: ask(model, optimizer, rank0_only=True),
-            "names": lambda: ask(
-                model=model, optim=optimizer, optim_input=None, rank0_only=False, group=None
-            ),
+            "names": lambda: ask(model=model, optim=optimizer, optim_input=None, rank0_only=False, group=None),
             "group": lambda: ask(model, optimizer, group=dist.group.WORLD),
         }[how]()
     return [form_of(state), "FutureWarning" in found]
@@ -217,9 +211,7 @@ def rekeyed(library: Library, how: str) -> Any:
             state, kinds.PARAM_NAME, model, optim_input=[{"params": list(model.parameters())}]
         ),
         "numbers": lambda: ask(named, kinds.PARAM_ID, model, optim=optimizer),
-        "numbers_of_parameters": lambda: ask(
-            optim_state_dict=named, optim_state_key_type=kinds.PARAM_ID, model=model
-        ),
+        "numbers_of_parameters": lambda: ask(optim_state_dict=named, optim_state_key_type=kinds.PARAM_ID, model=model),
         "as_they_are": lambda: [
             ask(state, kinds.PARAM_ID, model) is state,
             ask(named, kinds.PARAM_NAME, model, optim=optimizer) is named,

@@ -224,9 +224,7 @@ def test_summon_full_params(library: Library, recurse: bool, writeback: bool, or
             model.module.head.weight.fill_(7.0)
             if recurse:
                 model.module.blocks[0].module.up.bias.fill_(8.0)
-    with summon(
-        module=model, recurse=True, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
-    ):
+    with summon(module=model, recurse=True, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False):
         everything = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     listed = [name for name, _ in model.named_parameters()]
     return [entered, state, own, names if originals else None, everything, listed, model.training_state]
@@ -244,10 +242,7 @@ def test_summon_of_rank_0_only(library: Library, originals: bool) -> Any:
 def shown(module: nn.Module) -> list[Any]:
     """How many elements each wrapper in `two_roots` lists now, and what each is doing."""
     wrappers = {"left": module.left, "right": module.right, "below": module.left.blocks[1]}
-    return [
-        (name, sum(p.numel() for p in each.parameters()), each.training_state)
-        for name, each in wrappers.items()
-    ]
+    return [(name, sum(p.numel() for p in each.parameters()), each.training_state) for name, each in wrappers.items()]
 
 
 @alike(ranks=2, where=["plain", "plain_parent", "unit_below", "right"], recurse=BOTH)

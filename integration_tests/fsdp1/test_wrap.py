@@ -33,8 +33,7 @@ class Recording(nn.Module):
 def tree(module: nn.Module) -> list[Any]:
     """The names, classes and wrapper arguments of all modules."""
     return [
-        (name, type(each).__name__, plain(getattr(each, "arguments", None)))
-        for name, each in module.named_modules()
+        (name, type(each).__name__, plain(getattr(each, "arguments", None))) for name, each in module.named_modules()
     ]
 
 
@@ -60,9 +59,7 @@ def test_policy_functions(library: Library, module: str, recurse: bool, numel: i
         library.transformer_auto_wrap_policy(one, recurse, numel, transformer_layer_cls=tuple(classes)),
         library.transformer_auto_wrap_policy(one, recurse, numel, transformer_layer_cls=[]),
         library._module_wrap_policy(one, recurse, numel, classes),
-        library._module_wrap_policy(
-            module=one, recurse=recurse, nonwrapped_numel=numel, module_classes=classes
-        ),
+        library._module_wrap_policy(module=one, recurse=recurse, nonwrapped_numel=numel, module_classes=classes),
         library._wrap_module_cls_individually(one, [nn.Linear], recurse, numel),
         library._or_policy(one, recurse, numel, either),
         library._or_policy(one, recurse, numel, policies=()),
@@ -175,9 +172,7 @@ def test_what_a_custom_policy_has_left_whole(library: Library) -> Any:
 @alike(only_children=BOTH, policy=["always", "size", "classes", "lambda"], ignored=BOTH)
 def test_recursive_wrap(library: Library, only_children: bool, policy: str, ignored: bool) -> Any:
     """The wrapped tree and the number of elements, with what each wrapper was made with."""
-    module = seeded(
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Block())
-    )
+    module = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Block()))
     chosen = {
         "always": library.always_wrap_policy,
         "size": functools.partial(library.size_based_auto_wrap_policy, min_num_params=18),
@@ -251,9 +246,7 @@ def test_wrap_with_the_real_wrapper(library: Library, originals: bool) -> Any:
             self.first = library.wrap(nn.Linear(3, 4))
             self.second = library.wrap(nn.Linear(4, 2), backward_prefetch=None)
 
-    with library.enable_wrap(
-        wrapper_cls=library.FSDP, device_id=torch.device("cpu"), use_orig_params=originals
-    ):
+    with library.enable_wrap(wrapper_cls=library.FSDP, device_id=torch.device("cpu"), use_orig_params=originals):
         model = library.wrap(Made())
     return [facts(library, model), [each.backward_prefetch for each in library.FSDP.fsdp_modules(model)]]
 

@@ -80,17 +80,13 @@ class Side:
         self.rank = rank
         module: Any = flatparam if name == "ours" else importlib.import_module("torch.distributed.fsdp")
         installed = fsdp2_names()
-        self.fully_shard: Any = (
-            installed[module.__name__, "fully_shard"] if name == "door" else module.fully_shard
-        )
+        self.fully_shard: Any = installed[module.__name__, "fully_shard"] if name == "door" else module.fully_shard
         self.MixedPrecisionPolicy: Any = module.MixedPrecisionPolicy
         self.CPUOffloadPolicy: Any = module.CPUOffloadPolicy
         self.register_fsdp_forward_method: Any = (
             module.register_fsdp_forward_method if name == "torch" else flatparam.register_fsdp_forward_method
         )
-        states: Any = importlib.import_module(
-            "flatparam.checkpoint.state_dict" if name == "ours" else STATE_FUNCTIONS
-        )
+        states: Any = importlib.import_module("flatparam.checkpoint.state_dict" if name == "ours" else STATE_FUNCTIONS)
         if name == "door":
             known = {at[1]: value for at, value in installed.items() if at[0] == STATE_FUNCTIONS}
             states = SimpleNamespace(StateDictOptions=states.StateDictOptions, **known)

@@ -62,9 +62,7 @@ def without_root(side: Side) -> Any:
     model = seeded()
     for layer in model.layers:
         side.fully_shard(layer)
-    return trained(alike, model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)), state_of(
-        model
-    )
+    return trained(alike, model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)), state_of(model)
 
 
 def of_a_list(side: Side) -> Any:
@@ -244,9 +242,7 @@ def mixed_by_module(side: Side) -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     low = side.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     side.fully_shard(model[0], mp_policy=low)
-    side.fully_shard(
-        model[1][0], mp_policy=side.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
-    )
+    side.fully_shard(model[1][0], mp_policy=side.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
     # This one has no parameters left.
     side.fully_shard(model[1], mp_policy=side.MixedPrecisionPolicy(param_dtype=torch.float32))
     side.fully_shard(
@@ -320,11 +316,7 @@ def other_method(side: Side) -> Any:
     plain = nn.Linear(2, 2)
     side.register_fsdp_forward_method(plain, "forward")
     model.encode(torch.ones(2, 4) + side.rank).sum().backward()
-    return (
-        [full(parameter.grad) for parameter in model.parameters()]
-        if side.name != "ours"
-        else gradients(model)
-    )
+    return [full(parameter.grad) for parameter in model.parameters()] if side.name != "ours" else gradients(model)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -518,9 +510,7 @@ def results() -> list[dict[str, tuple[Any, Any, Any]]]:
 
 @pytest.mark.parametrize("side", [1, 2], ids=["plain", "door"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_same_bits(
-    program: Callable[[Side], Any], side: int, results: list[dict[str, tuple[Any, Any, Any]]]
-) -> None:
+def test_same_bits(program: Callable[[Side], Any], side: int, results: list[dict[str, tuple[Any, Any, Any]]]) -> None:
     """In fp32 and bf16 on two CPU ranks, every loss, shape and dtype and the final state are FSDP2's, bit for bit."""
     _check_same(results, program, side)
 
@@ -595,9 +585,7 @@ def test_the_door_is_fsdp2(world_size: int, stepping: Callable[[Side], Any]) -> 
 def test_every_optimizer_is_known() -> None:
     """Each class of torch.optim is stepped beside FSDP2, or is one of those that cannot be: a new one is seen here."""
     kinds = {
-        each
-        for each in vars(torch.optim).values()
-        if isinstance(each, type) and each is not torch.optim.Optimizer
+        each for each in vars(torch.optim).values() if isinstance(each, type) and each is not torch.optim.Optimizer
     }
     kinds = {each for each in kinds if issubclass(each, torch.optim.Optimizer)}
     # Torch's FSDP2 raises in a step of the first two, and sparse gradients are not sharded; the others are refused.

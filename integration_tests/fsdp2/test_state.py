@@ -48,9 +48,7 @@ def loaded_by(side: Side, directory: str) -> Any:
     of_model, of_optimizer = functions.get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer}
     dcp.load(state, checkpoint_id=directory)
-    functions.set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    functions.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return trained(side, model, optimizer, steps=2, first=2), state_of(model)
 
 
@@ -138,9 +136,7 @@ def misfits(ranks: Collectives) -> list[str]:
     attempts.append(lambda: Side("torch", ranks.rank).fully_shard(nn.Sequential(given_away)))
     theirs = nn.Sequential(Side("torch", ranks.rank).fully_shard(nn.Linear(2, 2)))
     attempts.append(lambda: side.fully_shard(theirs))
-    attempts.append(
-        lambda: torch.nn.utils.get_total_norm([p.grad for p in root.parameters() if p.grad is not None])
-    )
+    attempts.append(lambda: torch.nn.utils.get_total_norm([p.grad for p in root.parameters() if p.grad is not None]))
     root(torch.ones(1, 3)).sum().backward()
     for attempt in attempts:
         try:

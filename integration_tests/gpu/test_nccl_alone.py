@@ -82,7 +82,5 @@ def test_transfers_and_computation_overlap() -> None:
     found = run_processes(1, spans)[0]
     assert len({stream for stream, _, _ in found}) > 1
     assert any(
-        stream != other and begin < stop and start < end
-        for stream, begin, end in found
-        for other, start, stop in found
+        stream != other and begin < stop and start < end for stream, begin, end in found for other, start, stop in found
     )

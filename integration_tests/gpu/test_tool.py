@@ -112,9 +112,7 @@ def test_losses_and_memory_on_the_cpu(tmp_path: Path) -> None:
     of_eight = [f"losses, eight ranks, {precision}" for precision in ("fp32", "bf16")]
     for name in ("losses", "losses, bf16", "losses, threads", *of_eight):
         assert all(row["equal"] for row in found.rows(name).values())
-    of_processes, of_threads = (
-        found.rows(name)["flatparam"]["losses"] for name in ("losses", "losses, threads")
-    )
+    of_processes, of_threads = (found.rows(name)["flatparam"]["losses"] for name in ("losses", "losses, threads"))
     assert of_processes == of_threads
     assert of_processes[0] > of_processes[-1]
     for part in ("rest", "forward", "backward"):
@@ -148,12 +146,7 @@ def test_losses_are_the_same_on_an_accelerator(on_simulated: Run) -> None:
 @pytest.mark.long
 def test_eight_ranks_are_emulated_on_an_accelerator(on_simulated: Run) -> None:
     """Everybody trains over emulated ranks with streams of their own, and products of the backend are right."""
-    failed = {
-        who
-        for name in ("link, 1.0", "memory")
-        for who, row in on_simulated.rows(name).items()
-        if "error" in row
-    }
+    failed = {who for name in ("link, 1.0", "memory") for who, row in on_simulated.rows(name).items() if "error" in row}
     assert failed <= {"torch FSDP1, offload"}  # the device's tensors cannot take the place of others
     assert all(row["right"] for row in on_simulated.rows("backend").values())
 

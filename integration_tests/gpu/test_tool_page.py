@@ -120,9 +120,7 @@ def test_all_together_fit_into_the_budget() -> None:
 def test_another_run_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
     """Results of one kind are replaced, and the others stay in their places."""
     file = tmp_path / "x.json"
-    measure_all(
-        [measurement("losses", SAME), measurement("capture", ArithmeticError("1"))], PLAN, FACTS, file
-    )
+    measure_all([measurement("losses", SAME), measurement("capture", ArithmeticError("1"))], PLAN, FACTS, file)
     measure_all([measurement("losses", DIFFERENT)], PLAN, FACTS, file)
     found = results_of(file)
     assert list(found) == ["losses", "capture"]
@@ -166,9 +164,7 @@ def test_a_page_by_hand() -> None:
         "memory": {
             "workload": "layers",
             "formulas": {name: {"rest": 10**6, "forward": 2 * 10**6, "backward": 4 * 10**6} for name in KEPT},
-            "rows": {
-                "x": {"rest": 10**6, "forward": 10**6, "backward": 5 * 10**6, "reserved": 7.0, "retries": 0}
-            },
+            "rows": {"x": {"rest": 10**6, "forward": 10**6, "backward": 5 * 10**6, "reserved": 7.0, "retries": 0}},
         },
         "host, 4 parameters": {"rows": {"plain": PARTS, "torch FSDP1": {**PARTS, "backward": 1234.5}}},
         "others": {
@@ -220,9 +216,7 @@ def test_the_pages_are_those_of_the_results() -> None:
     readme = (RESULTS / "README.md").read_text(encoding="utf-8")
     assert with_devices(readme, RESULTS) == readme
     for file in RESULTS.glob("*.json"):
-        assert page(json.loads(file.read_text(encoding="utf-8"))) == file.with_suffix(".md").read_text(
-            encoding="utf-8"
-        )
+        assert page(json.loads(file.read_text(encoding="utf-8"))) == file.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_fault_of_torch_is_told_and_decides_nothing() -> None:
@@ -233,9 +227,7 @@ def test_a_fault_of_torch_is_told_and_decides_nothing() -> None:
     assert found["same"]
     assert "fault of this torch" in found["note"]
     assert "PREMUL_SUM" in found["note"]
-    assert not judged({"PREMUL_SUM": right | {"ours": False}, "x": wrong | {"ours": True}}, on_cpu=False)[
-        "same"
-    ]
+    assert not judged({"PREMUL_SUM": right | {"ours": False}, "x": wrong | {"ours": True}}, on_cpu=False)["same"]
     assert not judged({"x": {"error": "ValueError: no", "ours": True}}, on_cpu=False)["same"]
 
 

@@ -15,9 +15,7 @@ from flatparam_comm.testing import run_processes
 
 pytestmark = pytest.mark.gpu
 
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="there is no CUDA device on this machine"
-)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
 needs_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks, and there are fewer"
 )

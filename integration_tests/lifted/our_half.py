@@ -80,9 +80,7 @@ def train(
         optimizer.step()
 
 
-def train_local(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss = square_loss
-) -> dict[str, Tensor]:
+def train_local(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss = square_loss) -> dict[str, Tensor]:
     """The parameters after the same steps of one process, each with the mean of the ranks' gradients."""
     for step in range(STEPS):
         mean_gradients(model, functools.partial(_backward, loss, step))

@@ -81,9 +81,7 @@ def test_l08_sums_wait_in_the_reduction_dtype(use_orig_params: bool) -> None:
 
 @both_exposures
 @each_row("reduce_dtype", [torch.float32, torch.bfloat16, None], ids=str)
-def test_l08_bits_of_a_sum_in_the_reduction_dtype(
-    use_orig_params: bool, reduce_dtype: torch.dtype | None
-) -> None:
+def test_l08_bits_of_a_sum_in_the_reduction_dtype(use_orig_params: bool, reduce_dtype: torch.dtype | None) -> None:
     """L-08: bfloat16 gradients, each half of it cast to the reduction dtype and added there, one by one."""
 
     def rank(group: Collectives) -> dict[str, Tensor | None]:
@@ -132,9 +130,7 @@ def test_l09_passes_add_up(use_orig_params: bool, offload: bool, quiet: tuple[in
     """L-09: gradients of several passes are added, offloaded or not, and with some of the passes in no_sync."""
 
     def rank(group: Collectives) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
-        model = wrapped(
-            seeded(mlp), nn.Linear, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params
-        )
+        model = wrapped(seeded(mlp), nn.Linear, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params)
         optimizer = sgd(model.parameters())
         for first in (0, MICRO_BATCHES):
             optimizer.zero_grad()

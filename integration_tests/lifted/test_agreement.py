@@ -46,9 +46,7 @@ def torch_checks(rank: int, units: int) -> int:
 
 def torch_l49_count(group: Collectives) -> list[list[int]]:
     levels = (dist.DebugLevel.INFO, dist.DebugLevel.DETAIL)
-    return [
-        [with_debug_level(level, torch_checks, group.rank, units) for units in (2, 5)] for level in levels
-    ]
+    return [[with_debug_level(level, torch_checks, group.rank, units) for units in (2, 5)] for level in levels]
 
 
 class Astray(nn.Module):

@@ -279,12 +279,7 @@ def test_l56_full_parameters_are_a_copy(change: Change) -> None:
         model = FSDP(blocks(), use_orig_params=True)
         optimizer = sgd(model.parameters())
         loss = square_loss(model, 0, group.rank)
-        change(
-            shown
-            for module in model.modules()
-            for shown in module.parameters(recurse=False)
-            if shown.requires_grad
-        )
+        change(shown for module in model.modules() for shown in module.parameters(recurse=False) if shown.requires_grad)
         with contextlib.suppress(RuntimeError):
             loss.backward()
             assert change is replace_data, "autograd tells of a change in place"

@@ -227,14 +227,11 @@ def test_l35_no_sync_of_one_unit(strategy: str) -> None:
         give_gradients(model, [gradient_of(model, [step], rank) for rank in range(2)])
         apart.append(gradients_of(model))
     expected = {
-        name: collected[name] if name.startswith("0.") else apart[0][name] + apart[1][name]
-        for name in collected
+        name: collected[name] if name.startswith("0.") else apart[0][name] + apart[1][name] for name in collected
     }
     reduction = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
     for counts, gradients in run_threads(2, rank):
-        assert counts[reduction] - (reduction == "all_reduce") == 2, (
-            "two of three units; the ranks compare too"
-        )
+        assert counts[reduction] - (reduction == "all_reduce") == 2, "two of three units; the ranks compare too"
         assert_same_tensors(gradients, expected, "gradient")
 
 

@@ -73,9 +73,7 @@ def test_l45_a_copy_trains_alike(copied: Callable[[Any], Any], use_orig_params: 
         return model.state_dict()
 
     def rank(group: Collectives) -> Any:
-        model = FSDP(
-            layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-        )
+        model = FSDP(layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
         model(X).sum().backward()
         model.zero_grad()
         twin = copied(model)
@@ -110,9 +108,7 @@ def test_l45_a_moving_average_of_shards(use_orig_params: bool) -> None:
 
 def torch_l30_compress(group: Collectives) -> None:
     model = torch_wrapped()
-    model.register_comm_hook(
-        torch_hooks.LowPrecisionState(model.process_group), torch_hooks.bf16_compress_hook
-    )
+    model.register_comm_hook(torch_hooks.LowPrecisionState(model.process_group), torch_hooks.bf16_compress_hook)
     model(X).sum().backward()
 
 

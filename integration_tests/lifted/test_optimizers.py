@@ -99,9 +99,7 @@ def test_l06_what_was_not_used_has_no_gradient() -> None:
     def rank(group: Collectives) -> tuple[dict[str, bool], dict[str, Tensor | None], dict[str, Tensor]]:
         model = wrapped(seeded(Partial), use_orig_params=True)
         train(model, adamw(model.parameters()), group.rank, partial_loss)
-        held = {
-            name.rpartition("module.")[2]: p.grad is None for name, p in model.named_parameters() if p.numel()
-        }
+        held = {name.rpartition("module.")[2]: p.grad is None for name, p in model.named_parameters() if p.numel()}
         return held, full_gradients(model), full_parameters(model)
 
     reference = seeded(Partial)

@@ -253,9 +253,7 @@ def test_l52_complex_buffers() -> None:
     def rank(group: Collectives) -> Tensor:
         module = nn.Linear(4, 4)
         module.register_buffer("turns", turns(group.rank))
-        model = FSDP(
-            module, sync_module_states=True, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
-        )
+        model = FSDP(module, sync_module_states=True, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
         square_loss(model, 0, group.rank).backward()
         return model.module.turns
 

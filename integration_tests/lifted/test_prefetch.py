@@ -48,9 +48,7 @@ UNITS = ("0.inner", "0", "1.inner", "1", "")
 
 def levels() -> nn.Module:
     """Two units, each with one inside, and a root with parameters of its own."""
-    return seeded(
-        lambda: nn.Sequential(Level(4, nn.Linear(4, 4)), Level(4, nn.Linear(4, 4)), nn.Linear(4, 2))
-    )
+    return seeded(lambda: nn.Sequential(Level(4, nn.Linear(4, 4)), Level(4, nn.Linear(4, 4)), nn.Linear(4, 2)))
 
 
 class Changing(nn.Module):
@@ -283,13 +281,9 @@ def peak_nbytes(events: Sequence[Event], held: int = 0) -> int:
 
 
 @pytest.mark.parametrize("limited", [True, False])
-@pytest.mark.parametrize(
-    "ahead_in_backward", [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST]
-)
+@pytest.mark.parametrize("ahead_in_backward", [None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_l48_the_peak_is_a_formula(
-    depth: int, ahead_in_backward: BackwardPrefetch | None, limited: bool
-) -> None:
+def test_l48_the_peak_is_a_formula(depth: int, ahead_in_backward: BackwardPrefetch | None, limited: bool) -> None:
     """At most the root, the unit that computes and those that the depth allows are held, in every run alike."""
 
     def rank(group: Collectives) -> list[Any]:

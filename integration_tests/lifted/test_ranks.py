@@ -110,9 +110,7 @@ def ours_l03(group: Collectives, use_orig_params: bool) -> dict[str, dict[str, T
 
 def trained_in(group: Collectives, use_orig_params: bool, **where: Any) -> dict[str, Tensor]:
     strategy = ShardingStrategy.HYBRID_SHARD
-    model = wrapped(
-        seeded(mlp), nn.Linear, sharding_strategy=strategy, use_orig_params=use_orig_params, **where
-    )
+    model = wrapped(seeded(mlp), nn.Linear, sharding_strategy=strategy, use_orig_params=use_orig_params, **where)
     train(model, sgd(model.parameters()), group.rank)
     return full_parameters(model)
 

@@ -159,8 +159,6 @@ def test_l20_a_unit_that_is_called_alone_gathers_itself_only(use_orig_params: bo
             model.decoder(batch(0, group.rank))
         decoder = next(unit for unit in units_in(model.decoder))
         assert log.events
-        assert {(event.unit, event.nbytes) for event in log.events} == {
-            (decoder.name, decoder.unsharded_nbytes)
-        }
+        assert {(event.unit, event.nbytes) for event in log.events} == {(decoder.name, decoder.unsharded_nbytes)}
 
     on_two_ranks(rank)

@@ -85,9 +85,7 @@ def torch_l28_forward(group: Collectives, use_orig_params: bool) -> tuple[Tensor
     model = fsdp1(seeded(mlp), nn.Linear, use_orig_params=use_orig_params)
     with TorchFSDP.summon_full_params(model):
         output = model(batch(0, group.rank)).detach()
-        return output, all(
-            p.shape == q.shape for p, q in zip(model.parameters(), mlp().parameters(), strict=True)
-        )
+        return output, all(p.shape == q.shape for p, q in zip(model.parameters(), mlp().parameters(), strict=True))
 
 
 @functools.cache
@@ -152,15 +150,11 @@ def test_l27_every_combination(wishes: dict[str, bool], strategy: str, use_orig_
 @both_exposures
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_l27_rank0_only_shows_nothing_elsewhere(
-    offload_to_cpu: bool, strategy: str, use_orig_params: bool
-) -> None:
+def test_l27_rank0_only_shows_nothing_elsewhere(offload_to_cpu: bool, strategy: str, use_orig_params: bool) -> None:
     """L-27: with rank0_only the other ranks do not hold full parameters."""
 
     def rank(group: Collectives) -> bool:
-        model = wrapped(
-            seeded(mlp), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params
-        )
+        model = wrapped(seeded(mlp), sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params)
         before = [id(p) for p in model.parameters()]
         with FSDP.summon_full_params(model, rank0_only=True, offload_to_cpu=offload_to_cpu):
             inside = list(model.parameters())
@@ -227,9 +221,7 @@ def test_l28_every_nesting(use_orig_params: bool) -> None:
         square_loss(model, 0, group.rank).backward()
         wrong = []
         for outer, inner in itertools.product(ALL, ALL):
-            shows_less = (
-                outer["rank0_only"] > inner["rank0_only"] or outer["with_grads"] < inner["with_grads"]
-            )
+            shows_less = outer["rank0_only"] > inner["rank0_only"] or outer["with_grads"] < inner["with_grads"]
             expectation = pytest.raises(FlatParamError) if shows_less else contextlib.nullcontext()
             with FSDP.summon_full_params(model, **outer):
                 with expectation, FSDP.summon_full_params(model, **inner):
@@ -241,15 +233,11 @@ def test_l28_every_nesting(use_orig_params: bool) -> None:
         assert_same_tensors(full_gradients(model), gradients, "gradient")
         return wrong
 
-    def is_wrong(
-        model: nn.Module, group: Collectives, outer: dict[str, bool], inner: dict[str, bool]
-    ) -> bool:
+    def is_wrong(model: nn.Module, group: Collectives, outer: dict[str, bool], inner: dict[str, bool]) -> bool:
         if group.rank and (outer["rank0_only"] or inner["rank0_only"]):
             return False
         shown = {name: p.detach() for name, p in model.named_parameters()}
-        if set(shown) != set(parameters) or not all(
-            torch.equal(shown[name], parameters[name]) for name in shown
-        ):
+        if set(shown) != set(parameters) or not all(torch.equal(shown[name], parameters[name]) for name in shown):
             return True
         return inner["with_grads"] and not all(
             p.grad is not None and torch.equal(p.grad, gradients[name])  # type: ignore[arg-type]

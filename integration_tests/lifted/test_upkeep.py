@@ -122,9 +122,7 @@ def references_after(model: nn.Module, group: Collectives, passes: int, recorded
 
 
 @both_exposures
-def test_l11_the_log_of_collectives_is_bounded(
-    use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_l11_the_log_of_collectives_is_bounded(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """L-11: what is noted for a comparison that does not come, since no backward does, is thrown away at a limit."""
     monkeypatch.setattr(fingerprint.LOG_LENGTH, "value", 16)
 

@@ -51,9 +51,7 @@ def test_l33_by_hand_and_by_policy() -> None:
         model[0].up = FSDP(model[0].up, use_orig_params=True)
         made = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}))
         assert made.module[0].module.up is FSDP.fsdp_modules(made)[2]
-        assert len(FSDP.fsdp_modules(made)) == 1 + 2 + 4 + 1, (
-            "the root, two blocks, their layers and the last"
-        )
+        assert len(FSDP.fsdp_modules(made)) == 1 + 2 + 4 + 1, "the root, two blocks, their layers and the last"
         return made
 
     assert_trains_as_one(blocks, both)
@@ -244,9 +242,7 @@ class Kept(ModuleWrapPolicy):
 
 def test_l60_the_roots_arguments_stay_as_they_are() -> None:
     """Units that the precision override makes compute in fp32; the root's own arguments, and the others', are kept."""
-    bf16 = MixedPrecision(
-        param_dtype=torch.bfloat16, _module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm)
-    )
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm))
 
     def rank(group: Collectives) -> Any:
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))

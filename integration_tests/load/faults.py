@@ -63,9 +63,7 @@ FAULTS: Final[dict[str, Callable[[nn.Module], object]]] = {
 }
 
 
-def _work(
-    world: Collectives, directory: str, fault: str, culprit: int, delay: float, steps: int, shared: bool
-) -> None:
+def _work(world: Collectives, directory: str, fault: str, culprit: int, delay: float, steps: int, shared: bool) -> None:
     group = shared_memory(world) if shared else world
     model = sharded(group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -175,8 +173,6 @@ def _compare(directory: str, seen: dict[tuple[int, int], str]) -> int:
             step, loss = line.split()
             key = (rank, int(step))
             again += rank == 0 and key in seen
-            assert seen.setdefault(key, loss) == loss, (
-                f"step {step} has another loss when it is trained again"
-            )
+            assert seen.setdefault(key, loss) == loss, f"step {step} has another loss when it is trained again"
         file.unlink(missing_ok=True)
     return again

@@ -133,6 +133,4 @@ def resources() -> Resources:
     """Collect garbage, and count what this process holds."""
     gc.collect()
     nbytes = _allocated_nbytes() + status_nbytes("RssShmem")
-    return Resources(
-        nbytes, len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count()
-    )
+    return Resources(nbytes, len(gc.get_objects()), len(os.listdir("/proc/self/fd")), threading.active_count())

@@ -81,9 +81,7 @@ def soak(steps: int = 10_000) -> Figures:
         slopes.append(_growth([each.nbytes for each in settled]) / max(1, steps // 50))
         assert slopes[-1] < 256, f"memory grows by {slopes[-1]:.0f} bytes a step"
         # Each note is an object, too.
-        assert _growth([each.objects - number for number, each in enumerate(settled)]) == 0, (
-            "objects are left behind"
-        )
+        assert _growth([each.objects - number for number, each in enumerate(settled)]) == 0, "objects are left behind"
         assert len({each.files for each in settled}) == 1, "files were opened and not closed"
         assert len({each.threads for each in settled}) == 1, "threads were started and not ended"
     losses = found[0][0]
@@ -259,12 +257,8 @@ def saves(count: int = 500) -> Figures:
     for name, asynchronous in (("a save", False), ("the stall of a save in the background", True)):
         with tempfile.TemporaryDirectory() as directory:
             command = [sys.executable, "-m", "integration_tests.load.reader", directory]
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            ) as reader:
-                stalls = run_processes(
-                    2, _saves, directory, count, asynchronous, timeout=_LONG, pg_timeout=120
-                )
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+                stalls = run_processes(2, _saves, directory, count, asynchronous, timeout=_LONG, pg_timeout=120)
                 said, _ = reader.communicate("")
             assert reader.returncode == 0, said
             figures[f"{name}: p50, p99"] = f"{_told(stalls[0])} ms"

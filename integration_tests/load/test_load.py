@@ -13,9 +13,7 @@ pytestmark = pytest.mark.processes
 SHORT = ("L3", "L4", "guards")
 
 
-@pytest.mark.parametrize(
-    "row", [row if row in SHORT else pytest.param(row, marks=pytest.mark.long) for row in BRIEF]
-)
+@pytest.mark.parametrize("row", [row if row in SHORT else pytest.param(row, marks=pytest.mark.long) for row in BRIEF])
 def test_a_row(row: str) -> None:
     """A row's bounds hold, and it has figures."""
     assert BRIEF[row]()

@@ -22,9 +22,7 @@ KINDS: dict[str, tuple[Any, int]] = {
     "Adafactor": (lambda parameters: Adafactor(parameters, lr=0.05, weight_decay=0.1), 16),
     "transformers": (lambda parameters: TransformersAdafactor(parameters), 16),
     "transformers, first moments": (
-        lambda parameters: TransformersAdafactor(
-            parameters, lr=0.05, relative_step=False, beta1=0.9, weight_decay=0.1
-        ),
+        lambda parameters: TransformersAdafactor(parameters, lr=0.05, relative_step=False, beta1=0.9, weight_decay=0.1),
         16,
     ),
     "Shampoo": (lambda parameters: Shampoo(parameters, every=2, weight_decay=0.1), 6),

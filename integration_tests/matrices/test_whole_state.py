@@ -141,9 +141,7 @@ def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) ->
         model, optimizer = wrapped(kind, source, world)
         train(model, optimizer, stop=2)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            return dict(model.state_dict()), FSDP.full_optim_state_dict(
-                model, optimizer, rank0_only=rank0_only
-            )
+            return dict(model.state_dict()), FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
 
     values, states = run_threads(source.ranks, save)[0]
 
@@ -151,9 +149,7 @@ def test_full_states(kind: str, source: Case, target: Case, rank0_only: bool) ->
         model, optimizer = wrapped(kind, target, world)
         model.load_state_dict(values)
         if rank0_only:
-            loaded = FSDP.scatter_full_optim_state_dict(
-                states if world.rank == 0 else None, model, optim=optimizer
-            )
+            loaded = FSDP.scatter_full_optim_state_dict(states if world.rank == 0 else None, model, optim=optimizer)
         else:
             loaded = FSDP.optim_state_dict_to_load(model, optimizer, states)
         optimizer.load_state_dict(loaded)
@@ -226,9 +222,7 @@ def save_each(ranks: Collectives, root: Path, sources: list[tuple[str, Case]]) -
         dcp.save(state, checkpoint_id=root / f"{kind}-{source}")
 
 
-def resume_each(
-    ranks: Collectives, root: Path, cases: list[tuple[str, Case, Case]]
-) -> list[tuple[str, Results]]:
+def resume_each(ranks: Collectives, root: Path, cases: list[tuple[str, Case, Case]]) -> list[tuple[str, Results]]:
     import torch.distributed.checkpoint as dcp
 
     found = []
@@ -265,14 +259,10 @@ def kept_by(optimizer: Any) -> list[int]:
     """The parameters that are stepped as wholes, by number, of which this rank has more than each part has."""
     parts = optimizer._rule.part_states
     (group,) = (group for group in optimizer.param_groups if group["rule"] != "adamw")
-    return [
-        number for number, each in enumerate(group["params"]) if set(optimizer.state.get(each, ())) - parts
-    ]
+    return [number for number, each in enumerate(group["params"]) if set(optimizer.state.get(each, ())) - parts]
 
 
-@pytest.mark.parametrize(
-    "case", [Case(4, "blocks", HYBRID, True), Case(2, "one unit", "NO_SHARD", False)], ids=str
-)
+@pytest.mark.parametrize("case", [Case(4, "blocks", HYBRID, True), Case(2, "one unit", "NO_SHARD", False)], ids=str)
 @pytest.mark.parametrize("kind", ["adafactor", "shampoo", "own"])
 def test_replicas_share_state(kind: str, case: Case) -> None:
     """One rank in the world keeps what belongs to a matrix; after a load, which all have, the same is so after a step."""

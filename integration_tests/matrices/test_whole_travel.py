@@ -74,9 +74,7 @@ def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
         optimizer = make(model.parameters())
         with BUCKET.set_to(bucket):
             step(model, optimizer)
-        found = [
-            ledger.by_label()[label].sent_nbytes if label in ledger.by_label() else 0 for label in LABELS
-        ]
+        found = [ledger.by_label()[label].sent_nbytes if label in ledger.by_label() else 0 for label in LABELS]
         if not optimizer._stepper.routes:
             return found, found, found[:2]
         (routes,) = optimizer._stepper.routes
@@ -111,9 +109,7 @@ def test_parts_are_equal_for_replicas() -> None:
     def rank(world: Collectives) -> Any:
         ledger = ByteLedger()
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-        wrapped = FSDP(
-            model, RecordingCollectives(world, ledger), sharding_strategy=ShardingStrategy.NO_SHARD
-        )
+        wrapped = FSDP(model, RecordingCollectives(world, ledger), sharding_strategy=ShardingStrategy.NO_SHARD)
         optimizer = Muon(wrapped.parameters())
         wrapped(torch.ones(1, 8)).sum().backward()
         optimizer.step()
@@ -282,9 +278,7 @@ def test_frozen_matrices_do_not_travel(use_orig_params: bool) -> None:
             wrapped(torch.ones(1, 8, requires_grad=True)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(
-                sum(ledger.by_label()[label].count for label in LABELS if label in ledger.by_label())
-            )
+            counts.append(sum(ledger.by_label()[label].count for label in LABELS if label in ledger.by_label()))
         return counts
 
     assert run_threads(2, rank)[0] == ([2, 0] if use_orig_params else [2, 2])
@@ -324,9 +318,7 @@ def test_a_gradient_on_some_ranks_only_is_refused(kind: Any, strategy: str, runs
         if runs_ahead:
             optimizer.step()
         before = [each.clone() for each in [*model.parameters(), *states_of(optimizer)]]
-        with pytest.raises(
-            FlatParamError, match=rf"rank {world.rank}: parameter 'matrix.weight', .*"
-        ) as caught:
+        with pytest.raises(FlatParamError, match=rf"rank {world.rank}: parameter 'matrix.weight', .*") as caught:
             optimizer.step()
         assert all(map(torch.equal, before, [*model.parameters(), *states_of(optimizer)]))
         optimizer.zero_grad()

@@ -122,9 +122,7 @@ class Llama(nn.Module):
         return x if self.norm is None or self.output is None else self.output(self.norm(x))
 
 
-def parallelize(
-    model: nn.Module, mesh: Any, *, sequence: bool = True, loss_parallel: bool = True
-) -> nn.Module:
+def parallelize(model: nn.Module, mesh: Any, *, sequence: bool = True, loss_parallel: bool = True) -> nn.Module:
     """Spread `model` over the ranks of `mesh`, as torchtitan does; without `sequence`, norms are plain parameters."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -144,9 +142,7 @@ def parallelize(
     )
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     plan = {"embedding": embedding, "output": head, **({"norm": SequenceParallel()} if sequence else {})}
-    parallelize_module(
-        model, mesh, {name: how for name, how in plan.items() if getattr(model, name) is not None}
-    )
+    parallelize_module(model, mesh, {name: how for name, how in plan.items() if getattr(model, name) is not None})
     blocks: Any = model.layers
     for block in blocks:
         if not isinstance(block, Block):

@@ -25,9 +25,7 @@ class RingAttention(torch.autograd.Function):
         ctx.ring, ctx.group = _attention, group
         given = [each.contiguous() for each in (query, key, value)]
         kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        found, sums, *_ = _attention._templated_ring_attention(
-            group, SEQUENCE, kernel, *given, is_causal=True
-        )
+        found, sums, *_ = _attention._templated_ring_attention(group, SEQUENCE, kernel, *given, is_causal=True)
         ctx.save_for_backward(*given, found, sums)
         return found
 

@@ -201,9 +201,7 @@ def spread(
     everyone, of_experts = shards_of("dp_shard", "ep", "cp"), shards_of("dp_shard", "cp")
     shard: Any
     if door in ("fully_shard", "FSDP2"):
-        library: Any = (
-            flatparam if door == "fully_shard" else importlib.import_module("torch.distributed.fsdp")
-        )
+        library: Any = flatparam if door == "fully_shard" else importlib.import_module("torch.distributed.fsdp")
         policy = library.MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
         shard = functools.partial(library.fully_shard, mp_policy=policy, **arguments)
         for each in mixtures:

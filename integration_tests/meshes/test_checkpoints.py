@@ -128,9 +128,7 @@ def refused(ranks: Collectives, folder: Path, number: int) -> str:
         lambda: functions.get_optimizer_state_dict(grouped, stepping(grouped)),
         lambda: flatparam.Checkpointer(folder, outside).save(1),
         lambda: flatparam.publish(outside, lambda name, tensor: None),
-        lambda: functions.set_model_state_dict(
-            grouped, foreign, options=functions.StateDictOptions(strict=False)
-        ),
+        lambda: functions.set_model_state_dict(grouped, foreign, options=functions.StateDictOptions(strict=False)),
     ]
     try:
         calls[number]()

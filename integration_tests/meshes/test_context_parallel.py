@@ -47,9 +47,7 @@ def build() -> nn.Sequential:
 
 def batch(rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(1, TOKENS, WIDTH, generator=generator), torch.randint(
-        0, 3, (1, TOKENS), generator=generator
-    )
+    return torch.randn(1, TOKENS, WIDTH, generator=generator), torch.randint(0, 3, (1, TOKENS), generator=generator)
 
 
 def summed(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -82,9 +80,7 @@ def shared(ranks: Collectives, sizes: Sequence[int], door: str) -> float:
         (summed(alone, *batch(rank)) / TOKENS / DATA).backward()
     with summon_full_params(model, with_grads=True):
         named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
-        errors = [
-            float((named[name].grad - each.grad).abs().max()) for name, each in alone.named_parameters()
-        ]
+        errors = [float((named[name].grad - each.grad).abs().max()) for name, each in alone.named_parameters()]
     return max(errors)
 
 

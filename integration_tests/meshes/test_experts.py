@@ -46,9 +46,7 @@ def made(way: Way, **arguments: Any) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
     logging.disable(logging.WARNING)
-    mesh = init_device_mesh(
-        "cpu", (RANKS // way.parallel, way.parallel), mesh_dim_names=("copies", "experts")
-    )
+    mesh = init_device_mesh("cpu", (RANKS // way.parallel, way.parallel), mesh_dim_names=("copies", "experts"))
     torch.manual_seed(0)
     model: Any = Mixtral(mesh.get_group("experts"), idle=way.idle)
     if way.distributed:
@@ -108,9 +106,7 @@ def train(ranks: Collectives, way: Way) -> tuple[list[str], list[float]]:
             right = alone.get_parameter(name).grad
             assert right is not None
             if not torch.allclose(gradient, right, rtol=1e-4, atol=1e-6):
-                told.append(
-                    f"step {step}: {name} times {float((gradient * right).sum() / (right * right).sum()):.2f}"
-                )
+                told.append(f"step {step}: {name} times {float((gradient * right).sum() / (right * right).sum()):.2f}")
         if way.door == "fully_shard":
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MOST)
         else:
@@ -165,9 +161,7 @@ def accumulated(ranks: Collectives, door: str, reduction: str | None) -> tuple[l
     found, right = shown(model, gradients=True), {n: p.grad for n, p in alone.named_parameters()}
     assert found.keys() == right.keys()
     # Each rank has two micro-batches, which count alike.
-    wrong = [
-        n for n, each in right.items() if not torch.allclose(2 * RANKS * found[n], each, rtol=1e-4, atol=1e-6)
-    ]  # type: ignore[operator, arg-type]
+    wrong = [n for n, each in right.items() if not torch.allclose(2 * RANKS * found[n], each, rtol=1e-4, atol=1e-6)]  # type: ignore[operator, arg-type]
     try:
         with model.accumulate(weight=3):
             pass

@@ -98,9 +98,7 @@ def staged(
     for rank in range(shape[1]):
         inputs, targets = batch(rank)
         (F.mse_loss(alone(inputs), targets) / shape[1]).backward()
-    assert float(norm.sqrt()) == pytest.approx(
-        float(nn.utils.get_total_norm(p.grad for p in alone.parameters()))
-    )
+    assert float(norm.sqrt()) == pytest.approx(float(nn.utils.get_total_norm(p.grad for p in alone.parameters())))
     wanted = dict(alone[span * stage : span * (stage + 1)].named_parameters())
     assert found.keys() == wanted.keys()
     return max(float((found[name] - each.grad).abs().max()) for name, each in wanted.items()), calls  # type: ignore[operator]

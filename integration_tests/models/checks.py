@@ -87,10 +87,7 @@ def check_width(name: str) -> None:
     assert min(nbytes) < SMALL_NBYTES.value < max(nbytes)
     if named(name).layers:
         alone = [
-            unit
-            for units in parts(name, Setting(original=True, units=LAYERS))
-            for unit in units
-            if len(unit) == 1
+            unit for units in parts(name, Setting(original=True, units=LAYERS)) for unit in units if len(unit) == 1
         ]
         assert max(numel for (numel,) in alone) > STEP_NUMEL.value
 
@@ -132,8 +129,7 @@ def torch_runs(name: str) -> Mapping[bool, Run]:
     runs: dict[bool, Run] = {}
     for setting in torch_settings(named(name)):
         losses = [
-            list(losses)
-            for losses in zip(*(itertools.chain(*runs[setting].losses) for runs in of_ranks), strict=True)
+            list(losses) for losses in zip(*(itertools.chain(*runs[setting].losses) for runs in of_ranks), strict=True)
         ]
         found = Run(losses, [], of_ranks[0][setting].parameters)
         first = runs.setdefault(setting.checkpointing, found)

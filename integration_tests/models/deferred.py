@@ -39,9 +39,7 @@ def unit_by_unit(
             module = parents[module]
         unit, made = list(members(module)), {}
         for each in unit:
-            before = {
-                name: parameter for name, parameter in each._parameters.items() if parameter is not None
-            }
+            before = {name: parameter for name, parameter in each._parameters.items() if parameter is not None}
             each.to_empty(device="cpu", recurse=False)
             for name, old in before.items():  # what was tied is tied again
                 each._parameters[name] = made.setdefault(old, each._parameters[name])
@@ -79,9 +77,7 @@ def seen(group: Collectives, name: str, sharded: FSDP) -> tuple[Named, Named]:
     """The full state and the buffers; then it is trained for a step, which must go."""
     with in_full(sharded):
         state = {key: value.clone() for key, value in sharded.state_dict().items()}
-    buffers = {
-        key.replace("_fsdp_wrapped_module.", ""): buffer.clone() for key, buffer in sharded.named_buffers()
-    }
+    buffers = {key.replace("_fsdp_wrapped_module.", ""): buffer.clone() for key, buffer in sharded.named_buffers()}
     advance(group, named(name), sharded, adamw(sharded), 0)
     return state, buffers
 

@@ -45,9 +45,7 @@ class Language(nn.Module):
         logits = self.head(hidden)
         if labels is None:
             return Output(logits, None)
-        return Output(
-            logits, functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        )
+        return Output(logits, functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
 
     def gradient_checkpointing_enable(self) -> None:
         """Compute each block again in the backward pass."""

@@ -194,9 +194,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, 2, width // 2).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (part.view(batch, length, 2, width // 2).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         scores = q @ k.transpose(-1, -2) / (width // 2) ** 0.5
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v

@@ -47,9 +47,7 @@ def assert_same(found: Run, expected: Run) -> None:
     assert expected.parameters, "nothing to compare"
     for step, of_ranks in enumerate(zip(found.losses, expected.losses, strict=True)):
         for rank, (a, b) in enumerate(zip(*of_ranks, strict=True)):
-            assert torch.equal(a, b), (
-                f"step {step}: the loss of rank {rank} is {a.item()!r}, not {b.item()!r}"
-            )
+            assert torch.equal(a, b), f"step {step}: the loss of rank {rank} is {a.item()!r}, not {b.item()!r}"
     for what, ours, oracles in (
         ("gradient", found.gradients, expected.gradients),
         ("parameter", found.parameters, expected.parameters),
@@ -78,9 +76,7 @@ def distance(found: Named, expected: Named) -> float:
 
     The unit is common to the model, because a gradient that is zero but for rounding has no size of its own.
     """
-    pairs = [
-        (found[name], theirs) for name, theirs in expected.items() if theirs is not None and theirs.numel()
-    ]
+    pairs = [(found[name], theirs) for name, theirs in expected.items() if theirs is not None and theirs.numel()]
     largest = max(float(theirs.abs().max()) for _, theirs in pairs)
     worst = 0.0
     for mine, theirs in pairs:

@@ -28,9 +28,7 @@ def lines(text: str) -> list[str]:
     return [f"{kind} {unit}" for kind, unit in zip(words[::2], words[1::2], strict=True)]
 
 
-def record(
-    group: Collectives, case: Case, setting: Setting, passes: Passes, *, step: int
-) -> dict[str, list[str]]:
+def record(group: Collectives, case: Case, setting: Setting, passes: Passes, *, step: int) -> dict[str, list[str]]:
     """What the events of ``passes`` were in this step, by their names; the steps before are run alike."""
     model = wrap(case, setting, group)
     optimizer = optimizer_of(model, setting)

@@ -143,9 +143,7 @@ def _held(model: nn.Module, read: Callable[[nn.Parameter], Tensor | None]) -> li
     parts = []
     for unit in units_in(model):
         for handle in unit.handles:
-            copies = tuple(
-                None if (t := read(p)) is None else t.clone() for p in handle.exposure.parameters()
-            )
+            copies = tuple(None if (t := read(p)) is None else t.clone() for p in handle.exposure.parameters())
             names = full_names(unit, handle.layout)
             if unit.plan.use_orig_params:
                 parts.append(FlatPart(names, handle.layout, fragments=copies))
@@ -189,9 +187,7 @@ def _of_owners(pieces: Sequence[Tensor | None], layout: FlatLayout, index: int) 
     return [piece for rank, piece in enumerate(pieces) if rank in owners]
 
 
-def _cut(
-    shards: Sequence[Tensor | None], names: Sequence[str], layout: FlatLayout
-) -> dict[str, Tensor | None]:
+def _cut(shards: Sequence[Tensor | None], names: Sequence[str], layout: FlatLayout) -> dict[str, Tensor | None]:
     flat = _concatenate(shards, names[0])
     if flat is None:
         return dict.fromkeys(names)

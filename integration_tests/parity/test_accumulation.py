@@ -43,9 +43,7 @@ def local_run(name: str, program: str, ranks: int, flat: bool) -> Run:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     run = Run([], [], [])
     for step in range(STEPS):
-        going = [
-            PROGRAMS[program](model, micro_batches(case, model, step, rank), at_once) for rank in range(ranks)
-        ]
+        going = [PROGRAMS[program](model, micro_batches(case, model, step, rank), at_once) for rank in range(ranks)]
         total = dict.fromkeys(gradients_of(model))
         while reduced := _next_reduction(model, going):
             for parameter_name, gradient in reduced.items():

@@ -109,9 +109,7 @@ def test_the_next_step_knows_nothing_of_it(
     And nothing is left over: every unit is idle and sharded, and no unsharded gradient is kept.
     """
     if place == "in a checkpointed unit's forward" and torch.__version__ < "2.13":
-        pytest.skip(
-            "before torch 2.13 a checkpointed function that raises leaves its checkpoint's hooks behind"
-        )
+        pytest.skip("before torch 2.13 a checkpointed function that raises leaves its checkpoint's hooks behind")
     setting = Setting(strategy, wrapped, "adamw", forward_prefetch=error is KeyboardInterrupt)
     found = join(run_threads(2, interrupted_run, place, error, setting, wrapped))
     undisturbed = local.reduced(PLACES[place][0], 2, "adamw", flat=not wrapped)

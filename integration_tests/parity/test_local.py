@@ -38,9 +38,7 @@ WAYS: list[Way] = [
     (name, *way)
     for name in ZOO
     for way in (
-        itertools.product((2, 3), STRATEGIES, (False, True), ("sgd", "adamw"))
-        if name in EVERY_WAY
-        else FOUR_WAYS
+        itertools.product((2, 3), STRATEGIES, (False, True), ("sgd", "adamw")) if name in EVERY_WAY else FOUR_WAYS
     )
 ]
 
@@ -70,27 +68,21 @@ def sharded_run(name: str, ranks: int, strategy: str, original: bool, optimizer:
 
 
 @over(WAYS)
-def test_bits_of_the_reduction_rule(
-    name: str, ranks: int, strategy: str, original: bool, optimizer: str
-) -> None:
+def test_bits_of_the_reduction_rule(name: str, ranks: int, strategy: str, original: bool, optimizer: str) -> None:
     """5 steps have the bits of local gradients, one rank after the other, reduced as ((g0/2 + g1/2) + g2/2) / 1.5."""
     expected = local.reduced(name, ranks, optimizer, flat=not original)
     assert_same(sharded_run(name, ranks, strategy, original, optimizer), expected)
 
 
 @over(ways(equal_bits=True))
-def test_bits_of_the_mean_of_two_losses(
-    name: str, ranks: int, strategy: str, original: bool, optimizer: str
-) -> None:
+def test_bits_of_the_mean_of_two_losses(name: str, ranks: int, strategy: str, original: bool, optimizer: str) -> None:
     """5 steps on two ranks have the bits of one process that trains on the mean of the ranks' losses."""
     expected = local.mean_of_losses(name, ranks, optimizer, flat=not original)
     assert_same(sharded_run(name, ranks, strategy, original, optimizer), expected)
 
 
 @over(ways(equal_bits=False))
-def test_distance_to_the_mean_of_losses(
-    name: str, ranks: int, strategy: str, original: bool, optimizer: str
-) -> None:
+def test_distance_to_the_mean_of_losses(name: str, ranks: int, strategy: str, original: bool, optimizer: str) -> None:
     """Where bits cannot be equal, the first gradients and all parameters are within 4 ulps of the model's largest element.
 
     They cannot be for two reasons. Three ranks: the graph of the mean divides the losses by 3, which rounds, and carries

@@ -38,9 +38,7 @@ def uneven_chain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 2))
 
 
-CHAIN = Case(
-    "uneven chain", seeded(uneven_chain), squares(3, 4), tuple(str(k + 1) for k in range(len(HIDDEN)))
-)
+CHAIN = Case("uneven chain", seeded(uneven_chain), squares(3, 4), tuple(str(k + 1) for k in range(len(HIDDEN))))
 
 
 def full_nbytes(world_size: int, *, aligned: bool) -> list[int]:

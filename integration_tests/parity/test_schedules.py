@@ -28,9 +28,7 @@ def chain() -> nn.Module:
 CHAIN = Case("chain", seeded(chain), squares(3, 4), ("1", "2"))
 
 
-def schedule(
-    case: Case, setting: Setting, passes: Passes = one_step, *, step: int = 1
-) -> dict[str, list[str]]:
+def schedule(case: Case, setting: Setting, passes: Passes = one_step, *, step: int = 1) -> dict[str, list[str]]:
     first, second = run_threads(2, lambda group: record(group, case, setting, passes, step=step))
     assert first == second, "the ranks differ"
     return first

@@ -23,9 +23,7 @@ from integration_tests.parity.zoo import named
 Sent = dict[str, dict[str, int]]
 
 
-def sent(
-    group: Collectives, name: str, setting: Setting, passes: Passes
-) -> tuple[list[int], list[int], Sent]:
+def sent(group: Collectives, name: str, setting: Setting, passes: Passes) -> tuple[list[int], list[int], Sent]:
     """``F`` and ``G`` of the model, and for each part of the second step the bytes sent by every kind of collective."""
     case = named(name)
     ledger = ByteLedger()

@@ -18,9 +18,7 @@ from integration_tests.parity import models
 
 STEPS = 5
 
-ALL_USED = (
-    "torch FSDP1 gives zeros, not None, to parameters that no rank used, so momentum and decay move them"
-)
+ALL_USED = "torch FSDP1 gives zeros, not None, to parameters that no rank used, so momentum and decay move them"
 ONE_DTYPE = "torch FSDP1 refuses a unit with parameters of several dtypes"
 NO_SCALAR = "torch FSDP1 refuses 0-d parameters"
 ALL_TRAINABLE = "torch FSDP1 refuses frozen and trainable parameters in one unit unless use_orig_params=True"
@@ -118,9 +116,7 @@ def nested() -> nn.Module:
 
 
 CASES = (
-    Case(
-        "plain", seeded(lambda: nn.Sequential(models.Block(6), models.Block(6, 4))), squares(3, 6), ("0", "1")
-    ),
+    Case("plain", seeded(lambda: nn.Sequential(models.Block(6), models.Block(6, 4))), squares(3, 6), ("0", "1")),
     Case("tied", seeded(models.Tied), next_token(11, 2, 4), ("block",), used_once=False),
     Case(
         "frozen",

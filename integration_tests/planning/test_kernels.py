@@ -22,9 +22,7 @@ def returned(kernel: Kernel) -> list[tuple[Any, ...]]:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
         return type(value)(map(real, value)) if isinstance(value, (tuple, list)) else value
 
-    result = kernel.operation(
-        *real(kernel.args), **{name: real(value) for name, value in kernel.kwargs.items()}
-    )
+    result = kernel.operation(*real(kernel.args), **{name: real(value) for name, value in kernel.kwargs.items()})
     return [(each.untyped_storage().nbytes(), each.dtype, each.shape) for each in operands_of(result)]
 
 

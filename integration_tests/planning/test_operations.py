@@ -170,9 +170,7 @@ def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
         (lambda y: y.max(), "MaxBackward1"),
     ],
 )
-def test_a_backward_pass_that_looks_at_values_is_named(
-    function: Callable[[Tensor], Tensor], name: str
-) -> None:
+def test_a_backward_pass_that_looks_at_values_is_named(function: Callable[[Tensor], Tensor], name: str) -> None:
     """What it takes depends on them, and the plan says that it is not counted."""
     program = TrainingProgram.of(lambda: Applied(function), lambda *_: torch.zeros(SHAPE))
     assert name in rehearse(program, Setup(world_size=1)).unmeasured

@@ -34,9 +34,7 @@ def costs_of(world: ProcessGroupCollectives, name: str, chosen: dict[str, Any]) 
         (4, "adapted", {"strategy": "hybrid:2"}),
     ],
 )
-def test_every_rank_costs_what_was_planned(
-    world_size: int, name: str, chosen: dict[str, Any], transport: str
-) -> None:
+def test_every_rank_costs_what_was_planned(world_size: int, name: str, chosen: dict[str, Any], transport: str) -> None:
     """Each rank of two to four: what rests, its collectives, and on shared memory the peak of each stage."""
     chosen = {**chosen, "transport": transport}
     found = run_processes(world_size, costs_of, name, chosen, timeout=PATIENCE * 60)

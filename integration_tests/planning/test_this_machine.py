@@ -62,9 +62,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_two_ranks_run_the_steps_of_a_plan(transport: str) -> None:
     """The prediction is from steps that ranks have run, its words say so, and the plan's bytes are those of the transport."""
-    found = plan(
-        Model, batch=2, sequence=4, world_size=2, wrap=("Block",), profile=f"this-machine:{transport}"
-    )
+    found = plan(Model, batch=2, sequence=4, world_size=2, wrap=("Block",), profile=f"this-machine:{transport}")
     assert found.setup.transport == transport
     assert found.prediction is not None
     assert found.prediction.timings is not None
@@ -78,9 +76,7 @@ def test_two_ranks_run_the_steps_of_a_plan(transport: str) -> None:
 def test_strategies_are_measured_side_by_side() -> None:
     """A hybrid of four ranks has both of its groups, and one rank needs none."""
     program = TrainingProgram.of(Model, batch=2, sequence=4)
-    setups = [
-        Setup(world_size=4, strategy=each, wrap=("Block",)) for each in ("full", "no_shard", "hybrid:2")
-    ]
+    setups = [Setup(world_size=4, strategy=each, wrap=("Block",)) for each in ("full", "no_shard", "hybrid:2")]
     setups += [Setup(world_size=1, wrap=("Block",))]
     plans = plans_of(program, setups, profile="this-machine:gloo")
     assert [each.setup.strategy for each in plans] == ["full", "no_shard", "hybrid:2", "full"]
@@ -104,7 +100,5 @@ def test_the_choice_is_measured_beside_each_block() -> None:
 
 def test_what_fails_on_a_rank_is_the_error() -> None:
     """The error of a rank that cannot run the program is the plan's."""
-    with pytest.raises(
-        PlanError, match=r"rank [01] failed: .* raises RuntimeError: this model runs elsewhere only"
-    ):
+    with pytest.raises(PlanError, match=r"rank [01] failed: .* raises RuntimeError: this model runs elsewhere only"):
         plan(Fails, batch=2, sequence=4, world_size=2, wrap=("Block",), profile="this-machine")

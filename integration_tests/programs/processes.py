@@ -55,9 +55,7 @@ def check_in_processes(cases: Sequence[Case]) -> int:
             here = [(case, path) for case, path in numbered if case[1].ranks == ranks]
             count += _in_world(ranks, _save_all, here)
         for ranks in range(1, MOST_RANKS + 1):
-            count += _in_world(
-                ranks, _load_all, [(case, path) for case, path in apart if case[2].ranks == ranks]
-            )
+            count += _in_world(ranks, _load_all, [(case, path) for case, path in apart if case[2].ranks == ranks])
     return count
 
 
@@ -137,9 +135,7 @@ def _load(group: Collectives, case: Case, path: Path, given: Any) -> Found:
         state, states = get_state_dict(model, training.optimizers)
         whole = {"model": state, "optimizer": states}
         dcp.load(whole, checkpoint_id=path)
-        set_state_dict(
-            model, training.optimizers, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"]
-        )
+        set_state_dict(model, training.optimizers, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
     else:
         to_load = FullyShardedDataParallel.optim_state_dict_to_load
         with _form(model, saving.way):

@@ -69,9 +69,7 @@ class Record:
     looks: list[Named] = attrs.field(factory=list)
 
 
-def optimizers_of(
-    program: Program, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> list[torch.optim.Optimizer]:
+def optimizers_of(program: Program, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
     """The program's optimizer, or both of them, over parameters with their names."""
     if program.optimizer in OPTIMIZERS:
         return [OPTIMIZERS[program.optimizer]([parameter for _, parameter in parameters])]
@@ -203,9 +201,7 @@ class Training:
     def _forward(self, fed: list[list[Tensor]]) -> list[Tensor]:
         losses = []
         for rank, numbers, of_rank in zip(self.side.ranks, self.record.numbers, fed, strict=True):
-            x = inputs(self.moment, rank).requires_grad_(
-                self.program.differentiates_inputs and torch.is_grad_enabled()
-            )
+            x = inputs(self.moment, rank).requires_grad_(self.program.differentiates_inputs and torch.is_grad_enabled())
             of_rank.append(x)
             output = self.side.model(x, self.moment)
             self.computes = self.computes or main_of(output) is not x
@@ -256,9 +252,7 @@ class Local:
         before = [parameter.grad for parameter in self.weights.parameters()]
         self.model.zero_grad()
         torch.stack(list(losses)).sum().backward(retain_graph=keep)
-        for parameter, computed, held in zip(
-            self.weights.parameters(), self.model.parameters(), before, strict=True
-        ):
+        for parameter, computed, held in zip(self.weights.parameters(), self.model.parameters(), before, strict=True):
             if computed.grad is None:
                 parameter.grad = held
             else:
@@ -310,18 +304,12 @@ class Local:
         return list(together.values())
 
     def flip(self, names: Collection[str]) -> None:
-        ignored = {
-            id(p)
-            for name in self.configuration.ignored
-            for p in self.weights.get_submodule(name).parameters()
-        }
+        ignored = {id(p) for name in self.configuration.ignored for p in self.weights.get_submodule(name).parameters()}
         flipped = {id(p) for name, p in self.weights.named_parameters() if name in names} - ignored
         for parameters in self.joined():
             if any(id(p) in flipped for p in parameters):
                 flipped |= {id(p) for p in parameters}
-        for (name, held), computed in zip(
-            self.weights.named_parameters(), self.model.parameters(), strict=True
-        ):
+        for (name, held), computed in zip(self.weights.named_parameters(), self.model.parameters(), strict=True):
             for p in (held, computed):
                 p.requires_grad_(self.trained[name] != (id(held) in flipped))
 
@@ -450,9 +438,7 @@ def shard(
         else:
             model = wrapped(model, "")
     if checkpointed:
-        apply_activation_checkpointing(
-            model, check_fn=lambda module: any(module is each for each in checkpointed)
-        )
+        apply_activation_checkpointing(model, check_fn=lambda module: any(module is each for each in checkpointed))
     return model
 
 

@@ -133,9 +133,7 @@ def _states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> State:
 
 def _groups(groups: Iterable[Mapping[str, Any]]) -> list[State]:
     """The settings of the groups that hold something: a group is found by its parameters' names."""
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in groups if group["params"]
-    ]
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups if group["params"]]
 
 
 def _join_states(local: Local, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -197,9 +195,7 @@ def compare(found: Sequence[Found], expected: Expected, aliases: Mapping[str, st
         states = {aliases[name]: value for name, value in mine.optimizer["state"].items()}
         assert len(states) == len(mine.optimizer["state"])
         # A sharded state of an optimizer that has not stepped is what its first step starts from.
-        states = {
-            name: value for name, value in states.items() if name in expected.loaded or not _is_zero(value)
-        }
+        states = {name: value for name, value in states.items() if name in expected.loaded or not _is_zero(value)}
         assert_same(states, expected.loaded, f"rank {rank}, loaded states:")
         assert_same(_groups(mine.optimizer["param_groups"]), expected.groups, "groups")
         compare_numbers(mine.numbers, expected.numbers[rank], rank)
@@ -237,9 +233,7 @@ def whole_optimizer(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return state
 
 
-def save(
-    world: Collectives, program: Program, configuration: Configuration, saving: Saving, path: Path
-) -> Any:
+def save(world: Collectives, program: Program, configuration: Configuration, saving: Saving, path: Path) -> Any:
     """Train, save, and go on where that disturbs no reference."""
     model = shard(program, configuration, world)
     training = Training.begin(program, Whole(model, [world.rank], configuration))
@@ -293,9 +287,7 @@ def load(
     model, training = beginning(world, program, configuration, saving)
     if saving.way == "broadcast":
         state, states = given if world.rank == 0 else ({}, {})
-        set_state_dict(
-            model, training.optimizers, model_state_dict=state, optim_state_dict=states, options=BROADCAST
-        )
+        set_state_dict(model, training.optimizers, model_state_dict=state, optim_state_dict=states, options=BROADCAST)
     elif saving.way in IN_MEMORY:
         state, states = given if saving.way == "full" or world.rank == 0 else ({}, [{} for _ in given[1]])
         to_load = FullyShardedDataParallel.optim_state_dict_to_load

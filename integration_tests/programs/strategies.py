@@ -101,14 +101,10 @@ def programs(draw: st.DrawFn, depth: int) -> Program:
     """Whole programs, with so many blocks below each other."""
     tree = draw(blocks(depth))
     if draw(_seldom()):
-        tree = _with_kinds(
-            tree, {name: WITHOUT_BIAS.get(leaf.kind, leaf.kind) for name, leaf in layers_of(tree)}
-        )
+        tree = _with_kinds(tree, {name: WITHOUT_BIAS.get(leaf.kind, leaf.kind) for name, leaf in layers_of(tree)})
     if draw(_seldom()):
         names = [name for name, _ in layers_of(tree)]
-        tree = _with_kinds(
-            tree, dict.fromkeys(draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)), "long")
-        )
+        tree = _with_kinds(tree, dict.fromkeys(draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)), "long"))
     program = Program(
         tree,
         draw(_ties(tree)),
@@ -119,9 +115,7 @@ def programs(draw: st.DrawFn, depth: int) -> Program:
     if draw(_seldom(5)):
         names = [name for name, _ in build(tree, program.ties).named_parameters()]
         flips = st.lists(st.sampled_from(names), max_size=3, unique=True).map(tuple)
-        program = attrs.evolve(
-            program, steps=tuple(attrs.evolve(step, flipped=draw(flips)) for step in program.steps)
-        )
+        program = attrs.evolve(program, steps=tuple(attrs.evolve(step, flipped=draw(flips)) for step in program.steps))
     return _summing_exactly(program)
 
 
@@ -201,9 +195,7 @@ def configurations(
     )
     if draw(_seldom()):  # as many units of one parameter as there can be
         alone = [name for name, leaf in layers_of(tree) if leaf.kind in ONE_PARAMETER]
-        configuration = attrs.evolve(
-            configuration, units=tuple(dict.fromkeys((*configuration.units, *alone)))
-        )
+        configuration = attrs.evolve(configuration, units=tuple(dict.fromkeys((*configuration.units, *alone))))
     return configuration
 
 
@@ -226,9 +218,7 @@ def _thresholds(is_long: bool) -> st.SearchStrategy[tuple[tuple[str, int], ...]]
 
     known = all_thresholds()
     some = st.lists(st.sampled_from(known), min_size=1, max_size=5, unique_by=lambda each: each.name).flatmap(
-        lambda chosen: st.tuples(
-            *(st.tuples(st.just(each.name), st.sampled_from(values(each))) for each in chosen)
-        )
+        lambda chosen: st.tuples(*(st.tuples(st.just(each.name), st.sampled_from(values(each))) for each in chosen))
     )
     smallest = st.just(tuple((each.name, values(each)[0]) for each in known))
     largest = st.just(tuple((each.name, values(each)[-1]) for each in known))
@@ -296,9 +286,7 @@ def _keeping_apart(program: Program, configuration: Configuration) -> Configurat
 
 def _within(program: Program) -> Program:
     """Without ties between the first place and another: the flat parameter of one would hold something of the other."""
-    return attrs.evolve(
-        program, ties=tuple((a, b) for a, b in program.ties if (a[0] == "0") == (b[0] == "0"))
-    )
+    return attrs.evolve(program, ties=tuple((a, b) for a, b in program.ties if (a[0] == "0") == (b[0] == "0")))
 
 
 def _below_plain_parent(
@@ -316,9 +304,7 @@ def _below_plain_parent(
     tops = [str(number) for number in range(len(program.tree.places))]
     which = draw(st.sampled_from([(True, True), (True, False), (False, True)]))
     return attrs.evolve(program, ties=ties, steps=steps), [
-        attrs.evolve(each, units=tuple(dict.fromkeys((*tops, *each.units))), has_plain_parent=True)
-        if chosen
-        else each
+        attrs.evolve(each, units=tuple(dict.fromkeys((*tops, *each.units))), has_plain_parent=True) if chosen else each
         for each, chosen in zip(configurations, which, strict=True)
     ]
 
@@ -327,9 +313,7 @@ def _synchronised(step: Step) -> Step:
     """The same step, in which every backward pass reduces gradients."""
     return attrs.evolve(
         step,
-        operations=tuple(
-            attrs.evolve(each, quiet="") if isinstance(each, Micro) else each for each in step.operations
-        ),
+        operations=tuple(attrs.evolve(each, quiet="") if isinstance(each, Micro) else each for each in step.operations),
     )
 
 
@@ -339,8 +323,5 @@ def _some_frozen(draw: st.DrawFn, program: Program, configuration: Configuration
     return tuple(
         name
         for name, leaf in layers_of(program.tree)
-        if leaf.frozen == "all"
-        and name not in tied
-        and name not in configuration.units
-        and draw(st.booleans())
+        if leaf.frozen == "all" and name not in tied and name not in configuration.units and draw(st.booleans())
     )

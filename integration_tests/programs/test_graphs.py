@@ -225,9 +225,7 @@ def test_a_graph_trains_as_in_one_process(seed: int) -> None:
         warnings.simplefilter("ignore")
         found = run_threads(RANKS, on_a_rank, graph)
     for rank, (given, values) in enumerate(found):
-        torch.testing.assert_close(
-            values, parameters, rtol=1e-5, atol=1e-6, msg=lambda text: f"{graph}\n{text}"
-        )
+        torch.testing.assert_close(values, parameters, rtol=1e-5, atol=1e-6, msg=lambda text: f"{graph}\n{text}")
         for ours, theirs in zip(given, gradients[rank], strict=True):
             assert (ours is None) == (theirs is None), graph
             if ours is not None and theirs is not None:

@@ -38,10 +38,7 @@ SPACES: dict[str, dict[str, Any]] = {
     ("examples", "space"),
     [
         *(pytest.param(6, space, id=name) for name, space in SPACES.items()),
-        *(
-            pytest.param(60, space, id=f"{name}, more", marks=pytest.mark.long)
-            for name, space in SPACES.items()
-        ),
+        *(pytest.param(60, space, id=f"{name}, more", marks=pytest.mark.long) for name, space in SPACES.items()),
     ],
 )
 def test_sharded_is_unsharded(examples: int, space: dict[str, Any]) -> None:
@@ -76,9 +73,7 @@ def test_the_space_has_every_axis() -> None:
     assert tried["shards above 2^18 elements"] < tried["a case"] / 4  # they take longer
 
 
-PAIR = Program(
-    Block((Place(Leaf()), Place(Leaf("single")))), steps=(Step(), Step(), Step()), optimizer="adamw"
-)
+PAIR = Program(Block((Place(Leaf()), Place(Leaf("single")))), steps=(Step(), Step(), Step()), optimizer="adamw")
 LONG = Program(
     Block((Place(Leaf()), Place(Leaf("long")))),
     steps=(Step((Micro("both"), Micro()), clip=float("inf"), look="reload"), Step()),
@@ -97,9 +92,7 @@ def test_long_parameters_and_thresholds(number: int, originals: str) -> None:
 
 
 @pytest.mark.parametrize("originals", ["no", "yes"])
-@pytest.mark.parametrize(
-    "flipped", [("0.layer.weight",), ("1.layer.weight",), ("0.layer.weight", "0.layer.bias")]
-)
+@pytest.mark.parametrize("flipped", [("0.layer.weight",), ("1.layer.weight",), ("0.layer.weight", "0.layer.bias")])
 def test_freezing_late(flipped: tuple[str, ...], originals: str) -> None:
     """What is frozen or thawed for one step is so, a single parameter or the flat one that it is in, and not for the next."""
     for frozen in ("", "all"):
@@ -184,9 +177,7 @@ FAILURES = {
     ),
     "a unit whose parameters were lent is gathered again at the end of backward": (
         Program(
-            Block(
-                (Place(Leaf(), used=False), LINEAR, Place(Block((LINEAR, LINEAR)), checkpoint="reentrant"))
-            ),
+            Block((Place(Leaf(), used=False), LINEAR, Place(Block((LINEAR, LINEAR)), checkpoint="reentrant"))),
             ties=(("0", "2.1"),),
             steps=(Step(), Step()),
         ),

@@ -17,9 +17,7 @@ from integration_tests.programs.searching import draw_savings, search_savings
 from integration_tests.programs.trees import Block, Leaf, Place
 
 LINEAR = Place(Leaf())
-THREE = Program(
-    Block((LINEAR, Place(Leaf("plain")), Place(Leaf("single")))), steps=(Step(), Step()), optimizer="adamw"
-)
+THREE = Program(Block((LINEAR, Place(Leaf("plain")), Place(Leaf("single")))), steps=(Step(), Step()), optimizer="adamw")
 TIED = Program(Block((LINEAR, LINEAR)), ties=(("0", "1"),), steps=(Step(), Step()))
 
 

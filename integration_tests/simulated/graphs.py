@@ -88,9 +88,7 @@ def evaluation_graphed(site: Site) -> dict[str, Tensor]:
     return {f"output {number}": value for number, value in enumerate(outputs)}
 
 
-def _captured(
-    site: Site, work: Callable[[], Tensor]
-) -> tuple[Callable[[Tensor | None], Tensor], Tensor | None]:
+def _captured(site: Site, work: Callable[[], Tensor]) -> tuple[Callable[[Tensor | None], Tensor], Tensor | None]:
     """How to do the work again, and where it puts what it returns; on the CPU it is only called."""
     if site.is_cpu:
         return (lambda result: work().detach().clone()), None

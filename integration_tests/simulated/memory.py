@@ -99,9 +99,7 @@ def formula(program: Program, ahead: int) -> dict[str, int]:
     keeps = program.strategy in ("grad_op", "none")
     collected = sum(G) if program.no_sync else 0
     windows = [sum(F[1:])] if keeps else [sizes.window(unit) for unit in range(len(F))]
-    gathered = max(
-        itertools.chain(_of_root(program, sizes), *(_of_unit(program, sizes, k) for k in range(1, len(F))))
-    )
+    gathered = max(itertools.chain(_of_root(program, sizes), *(_of_unit(program, sizes, k) for k in range(1, len(F)))))
     return {
         "forward": sizes.rest + collected + F[0] + max(windows),
         "backward": sizes.rest + max(F[0] + gathered, *_at_the_end(program, sizes)),

@@ -19,9 +19,7 @@ _INTERFACE: Final = "packages/flatparam/tests"
 
 _GATHERS_AHEAD: Final = "on an accelerator small units are gathered ahead in the forward pass, on purpose"
 _POOL: Final = "on an accelerator torch's allocator is the pool, and ours keeps nothing"
-_LSTM: Final = (
-    "an LSTM has a kernel of its own on each kind of device but the CPU, and the simulated one has none"
-)
+_LSTM: Final = "an LSTM has a kernel of its own on each kind of device but the CPU, and the simulated one has none"
 _FSDP1_ON_CPU: Final = "torch's FSDP1 is beside it, over gloo and on the CPU by name"
 _CPU_BY_NAME: Final = "it passes the CPU as the device, by name"
 _PIECES: Final = "long parameters are stepped in pieces on the CPU only, whose caches they do not fit in"
@@ -31,24 +29,16 @@ _FUSED: Final = (
 )
 _BY_HAND: Final = "it counts elements as a CPU lays them out; an accelerator's shards are aligned"
 _STAYS: Final = "it says what moves on a machine without an accelerator: nothing, or the parameters alone"
-_HALF: Final = (
-    "the simulated device rounds the end of a tensor in half precision as a CPU does, and no other device"
+_HALF: Final = "the simulated device rounds the end of a tensor in half precision as a CPU does, and no other device"
+_DIVIDES_BEHIND: Final = "an accelerator divides a sum and not its summands, so that the sum may leave the range"
+_STEP_COUNT: Final = "torch puts RMSprop's count of steps on the default device, where no offloaded parameter is"
+_FREED: Final = (
+    "on an accelerator streams would have to agree on memory that somebody has a view of, so it is freed, as in FSDP1"
 )
-_DIVIDES_BEHIND: Final = (
-    "an accelerator divides a sum and not its summands, so that the sum may leave the range"
-)
-_STEP_COUNT: Final = (
-    "torch puts RMSprop's count of steps on the default device, where no offloaded parameter is"
-)
-_FREED: Final = "on an accelerator streams would have to agree on memory that somebody has a view of, so it is freed, as in FSDP1"
-_READ_LATER: Final = (
-    "on an accelerator the ranks' comparison is read one pass later, and the test ends before"
-)
+_READ_LATER: Final = "on an accelerator the ranks' comparison is read one pass later, and the test ends before"
 _PRETENDS: Final = "it has the CPU pretend to run ahead, and the device does"
 _SPARSE: Final = "the simulated device has no sparse tensors"
-_WEAK_REFERENCES: Final = (
-    "torch cannot take a parameter with weak references to a device that is none of its own list"
-)
+_WEAK_REFERENCES: Final = "torch cannot take a parameter with weak references to a device that is none of its own list"
 
 NOT_TWINNED: Final = MappingProxyType(
     {

@@ -116,9 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=[1.0], help="a collective's cost, in matrix products"
     )
-    parser.add_argument(
-        "--host-call", type=float, default=0.0, help="what the host needs for a call; a product is 100"
-    )
+    parser.add_argument("--host-call", type=float, default=0.0, help="what the host needs for a call; a product is 100")
     parser.add_argument("--only", default="", help="the configurations whose names contain this")
     parser.add_argument("--pictures", type=Path, help="a folder for a picture of each configuration")
     parser.add_argument("--docs", type=Path, help="a folder for a small one of each, at the ratio 1")

@@ -199,9 +199,7 @@ def _fsdp1(model: nn.Module, site: Site) -> nn.Module:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy(_wrapped(site))
-    return fsdp.FullyShardedDataParallel(
-        model.to(site.device), auto_wrap_policy=policy, **_options(fsdp, site)
-    )
+    return fsdp.FullyShardedDataParallel(model.to(site.device), auto_wrap_policy=policy, **_options(fsdp, site))
 
 
 def _options(library: Any, site: Site) -> dict[str, Any]:

@@ -177,9 +177,7 @@ def resumed(site: Site) -> dict[str, Tensor]:
             site.mark("step 0 saved")
             state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             optimizer = optimizer_of(model, site)
-            optimizer.load_state_dict(
-                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
-            )
+            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))
     return parameters_of(model, site)
 
 
@@ -380,9 +378,7 @@ def interrupted(site: Site) -> dict[str, Tensor]:
     model: Any = build(site)
     optimizer = optimizer_of(model, site)
     for step in range(site.program.steps):
-        hook = model.module.blocks[1].register_forward_hook(
-            lambda module, given, output: _Unlucky.apply(output)
-        )
+        hook = model.module.blocks[1].register_forward_hook(lambda module, given, output: _Unlucky.apply(output))
         site.mark(f"step {step} interruption")
         loss = model(site.batches[step]).float().square().mean()
         with contextlib.suppress(ArithmeticError):

@@ -61,9 +61,7 @@ def wrong_with(told: list[Outcome], error: str) -> list[str]:
     """What is wrong with a program, in lines."""
     lines = [error] if error else []
     lines += [str(finding) for outcome in told for finding in outcome.findings]
-    differences = [
-        difference for outcome in told for difference in outcome.differences.values() if difference != 0
-    ]
+    differences = [difference for outcome in told for difference in outcome.differences.values() if difference != 0]
     if differences:
         lines.append(f"{len(differences)} parameters are not the CPU's, by {max(differences)}")
     return lines

@@ -111,9 +111,7 @@ def _refusal(world: World, row: Row) -> str:
 def told() -> dict[str, list[str]]:
     """Of each row, what is raised on each rank."""
     rows = [*REFUSED.values(), *ALLOWED.values()]
-    return dict(
-        zip([*REFUSED, *ALLOWED], map(list, zip(*on_simulated(2, refusals, rows), strict=True)), strict=True)
-    )
+    return dict(zip([*REFUSED, *ALLOWED], map(list, zip(*on_simulated(2, refusals, rows), strict=True)), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)

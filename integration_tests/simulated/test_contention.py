@@ -41,9 +41,7 @@ def test_casts_do_not_wait_for_products(outcomes: dict[str, Outcome], row: str) 
     log = outcomes[row].log
     equal = [record for record in log if record.kind is not Kind.PRIORITY]
     alone = replay(log, COSTS).step(STEP).length
-    shared, without = (
-        contended(each, COSTS, wave=5.0, latency=0.1).step(STEP).length for each in (log, equal)
-    )
+    shared, without = (contended(each, COSTS, wave=5.0, latency=0.1).step(STEP).length for each in (log, equal))
     assert shared <= 1.01 * alone
     assert without >= 1.03 * alone
 

@@ -89,8 +89,6 @@ def test_fsdp1_cannot_be_captured(outcomes: dict[str, Outcome | str]) -> None:
         ("counted steps", r"is being captured in a graph, but the optimizer counts its steps on the host"),
     ],
 )
-def test_what_needs_the_host_is_refused_by_name(
-    outcomes: dict[str, Outcome | str], name: str, message: str
-) -> None:
+def test_what_needs_the_host_is_refused_by_name(outcomes: dict[str, Outcome | str], name: str, message: str) -> None:
     """What cannot be captured says why, and what to do."""
     assert re.search(message, str(outcomes[name])), outcomes[name]

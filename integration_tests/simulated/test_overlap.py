@@ -42,28 +42,20 @@ LONG: Final = ("SHARD_GRAD_OP", "NO_SHARD", "hybrid", "checkpointing", "accumula
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> dict[tuple[str, str], Step]:
     """The third step of each program, of all rows that are run with the test's."""
-    return replayed(
-        request.node.callspec.params["row"] in LONG if hasattr(request.node, "callspec") else False
-    )
+    return replayed(request.node.callspec.params["row"] in LONG if hasattr(request.node, "callspec") else False)
 
 
 @functools.cache
 def replayed(long: bool) -> dict[tuple[str, str], Step]:
     """The third step of each program in a replay; a matrix product costs 100, and so does a collective or a copy."""
-    keys = [
-        (library, row) for row in ROWS for library in ("flatparam", "fsdp1", "fsdp2") if (row in LONG) is long
-    ]
+    keys = [(library, row) for row in ROWS for library in ("flatparam", "fsdp1", "fsdp2") if (row in LONG) is long]
     keys = [(library, row) for library, row in keys if library != "fsdp2" or row not in NOT_FSDP2]
-    outcomes = on_simulated(2, run, [Program(library, blocks=BLOCKS, **ROWS[row]) for library, row in keys])[
-        0
-    ]
+    outcomes = on_simulated(2, run, [Program(library, blocks=BLOCKS, **ROWS[row]) for library, row in keys])[0]
     steps = [replay(each.log, COSTS, host_call=0.0).step(STEP) for each in outcomes]
     return dict(zip(keys, steps, strict=True))
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.long) if row in LONG else row for row in ROWS]
-)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.long) if row in LONG else row for row in ROWS])
 def test_a_step_is_at_most_as_long_as_fsdp1s_and_fsdp2s(steps: dict[tuple[str, str], Step], row: str) -> None:
     """flatparam hides what they hide, within 2 % of the lower bound, in no more memory than the allocator has for FSDP1."""
     ours, fsdp1, fsdp2 = (steps.get((library, row)) for library in ("flatparam", "fsdp1", "fsdp2"))
@@ -84,9 +76,7 @@ def test_a_step_is_at_most_as_long_as_fsdp1s_and_fsdp2s(steps: dict[tuple[str, s
 
 
 @pytest.mark.parametrize("row", ["wide", "wide, bfloat16"])
-def test_large_gradients_start_as_few_kernels_as_small_ones(
-    steps: dict[tuple[str, str], Step], row: str
-) -> None:
+def test_large_gradients_start_as_few_kernels_as_small_ones(steps: dict[tuple[str, str], Step], row: str) -> None:
     """The gradients of a block with matrices of 288 KiB are copied by one kernel, as those of one with 2 KiB are."""
     narrow = steps["flatparam", "bfloat16" if "bfloat16" in row else "FULL_SHARD"]
     found = steps["flatparam", row]

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.processes
 PROGRAMS: Final = {
     "flat": Program(scenario="asleep", optimizer="adam"),
     "originals": Program(scenario="asleep", optimizer="adam", use_orig_params=True),
-    "grad_op, bfloat16": Program(
-        scenario="asleep", optimizer="fused adam", strategy="grad_op", precision="bfloat16"
-    ),
+    "grad_op, bfloat16": Program(scenario="asleep", optimizer="fused adam", strategy="grad_op", precision="bfloat16"),
     "none": Program(scenario="asleep", strategy="none"),
     "hybrid": Program(scenario="asleep", strategy="hybrid", use_orig_params=True),
     "in parts": Program(scenario="asleep_in_parts", optimizer="adam", use_orig_params=True),

@@ -37,12 +37,8 @@ def _zoo() -> list[Job]:
 def _accumulation() -> list[Job]:
     """Every unusual step, wrapped and not."""
     jobs: list[Job] = []
-    for number, (program, name) in enumerate(
-        itertools.product(PROGRAMS, ("nested", "checkpoint-around-unit"))
-    ):
-        setting = Setting(
-            STRATEGIES[number % 2], bool(number % 3), "adamw", forward_prefetch=bool(number % 2)
-        )
+    for number, (program, name) in enumerate(itertools.product(PROGRAMS, ("nested", "checkpoint-around-unit"))):
+        setting = Setting(STRATEGIES[number % 2], bool(number % 3), "adamw", forward_prefetch=bool(number % 2))
         jobs.append((test_accumulation.sharded_run, (name, program, setting, bool(number % 4))))
     return jobs
 

@@ -27,9 +27,7 @@ Job: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 def wrong_with(jobs: Sequence[Job], ranks: int = 2) -> dict[str, list[str]]:
     """Of each job with which something is wrong, what; by its function and its arguments."""
     told = zip(jobs, *on_simulated(ranks, _do_all, jobs), strict=True)
-    lines = {
-        f"{function.__name__}{args}": [*itertools.chain(*of_ranks)] for (function, args), *of_ranks in told
-    }
+    lines = {f"{function.__name__}{args}": [*itertools.chain(*of_ranks)] for (function, args), *of_ranks in told}
     return {name: wrong for name, wrong in lines.items() if wrong}
 
 
@@ -81,9 +79,7 @@ def to_cpu(value: Any) -> Any:
         return type(value)(to_cpu(each) for each in value)
     if isinstance(value, Mapping):
         return {name: to_cpu(each) for name, each in value.items()}
-    if attrs.has(type(value)) and any(
-        isinstance(each, Tensor | tuple | list) for each in _fields(value).values()
-    ):
+    if attrs.has(type(value)) and any(isinstance(each, Tensor | tuple | list) for each in _fields(value).values()):
         return type(value)(**{name.lstrip("_"): to_cpu(each) for name, each in _fields(value).items()})
     return value
 
@@ -111,9 +107,7 @@ def _inside(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, Mapping):
         return dict(value)
-    if attrs.has(type(value)) and any(
-        isinstance(each, Tensor | tuple | list) for each in _fields(value).values()
-    ):
+    if attrs.has(type(value)) and any(isinstance(each, Tensor | tuple | list) for each in _fields(value).values()):
         return _fields(value)
     return None
 

@@ -147,9 +147,7 @@ def trained(mixed: bool = False, ranks: int = 2) -> Trained:
     return Trained(model_state, optimizer_state, copied(model.state_dict()), named_state(model, optimizer))
 
 
-def _train_alone(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, steps: Sequence[int]
-) -> None:
+def _train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, steps: Sequence[int]) -> None:
     for step in steps:
         of_ranks, buffers = [], copied(dict(model.named_buffers()))
         kept = buffers

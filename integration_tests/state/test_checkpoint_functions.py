@@ -220,9 +220,7 @@ def test_submodules(group: Collectives, files: Files, originals: bool, keep: boo
     how = {"full_state_dict": True, "keep_submodule_prefixes": keep}
     found = mine().get_model_state_dict(model, submodules={part}, options=options(**how))
     local, _ = restored_plain(originals)
-    expected = theirs.get_model_state_dict(
-        local, submodules={local.normed}, options=options("torch's", **how)
-    )
+    expected = theirs.get_model_state_dict(local, submodules={local.normed}, options=options("torch's", **how))
     assert_same(found, expected)
     other = wrapped(originals, seed=1)
     given: Any = found if keep else {other.module.normed: found}

@@ -133,9 +133,7 @@ WRONG_OPTIMIZER: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str
 
 
 @on_ranks(2, wrong=list(WRONG_OPTIMIZER), originals=BOTH, rank0_only=BOTH)
-def test_optimizer_states(
-    group: Collectives, files: Files, wrong: str, originals: bool, rank0_only: bool
-) -> None:
+def test_optimizer_states(group: Collectives, files: Files, wrong: str, originals: bool, rank0_only: bool) -> None:
     """S-091: an optimizer state that does not fit is one error on all ranks, also where only rank 0 has it."""
     import flatparam
 

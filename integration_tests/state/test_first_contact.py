@@ -92,9 +92,7 @@ def test_parameters_in_nobodys_optimizer(group: Collectives, files: Files, origi
 
 
 @on_ranks(2, originals=BOTH)
-def test_a_sharded_tensor_of_an_unmanaged_parameter(
-    group: Collectives, files: Files, originals: bool
-) -> None:
+def test_a_sharded_tensor_of_an_unmanaged_parameter(group: Collectives, files: Files, originals: bool) -> None:
     """`flatten_sharded_optim_state_dict` gives a `ShardedTensor` back as it is, if no unit holds the parameter."""
     module = build()
     model = ours(module, originals, units=(), ignored_modules=[module.codec])
@@ -152,9 +150,7 @@ def test_starting_alike_with_tensor_parallelism(group: Collectives, files: Files
     torch.manual_seed(group.rank)
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    module.register_buffer(
-        "shift", distribute_tensor(torch.full((2,), 1.0 + group.rank), mesh["tp"], [Replicate()])
-    )
+    module.register_buffer("shift", distribute_tensor(torch.full((2,), 1.0 + group.rank), mesh["tp"], [Replicate()]))
     model = FSDP(module, device_mesh=mesh["dp"], sync_module_states=True, use_orig_params=originals)
     assert_same(model.module.shift.to_local(), torch.ones(2))
     torch.manual_seed(0)

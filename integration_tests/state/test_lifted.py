@@ -401,9 +401,7 @@ def test_memory_of_streaming(group: Collectives, files: Files, originals: bool) 
     again.load_state_dict(loadable)
     assert_same(full_state(other), state)
     assert_same(full_optimizer_state(other, again)["state"], optimizer_state["state"])
-    assert max(extras) <= (1 + HELD_BY_GLOO) * ONE_TENSOR + SMALL, (
-        f"{extras} bytes, of which a tensor has {ONE_TENSOR}"
-    )
+    assert max(extras) <= (1 + HELD_BY_GLOO) * ONE_TENSOR + SMALL, f"{extras} bytes, of which a tensor has {ONE_TENSOR}"
 
 
 # Without units

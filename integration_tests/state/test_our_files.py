@@ -58,9 +58,7 @@ def test_a_full_checkpoint_in_the_plain_model(group: Collectives, files: Files, 
     model = build(originals, seed=1)
     optimizer = adamw(model.parameters())
     model.load_state_dict(checkpoint["model"])
-    numbered = FSDP.rekey_optim_state_dict(
-        checkpoint["optim"], torch_files_key("PARAM_ID"), model, optim=optimizer
-    )
+    numbered = FSDP.rekey_optim_state_dict(checkpoint["optim"], torch_files_key("PARAM_ID"), model, optim=optimizer)
     optimizer.load_state_dict(numbered)
     assert_model(model.state_dict(), trained(originals).model, but=OF_RANK)
     assert_same(named_state(model, optimizer), trained(originals).optimizer)

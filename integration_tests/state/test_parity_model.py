@@ -194,9 +194,7 @@ def test_offload(group: Collectives, files: Files, form: str) -> None:
 def test_rank0_only(group: Collectives, files: Files, originals: bool) -> None:
     """S-083: `rank0_only` gives rank 0 all and the others only what is not sharded, as torch does."""
     mine, theirs = pair(originals, "full")
-    with FSDP.state_dict_type(
-        mine, StateDictType.FULL_STATE_DICT, flatparam.FullStateDictConfig(rank0_only=True)
-    ):
+    with FSDP.state_dict_type(mine, StateDictType.FULL_STATE_DICT, flatparam.FullStateDictConfig(rank0_only=True)):
         state = mine.state_dict()
     config = torch_files.FullStateDictConfig(rank0_only=True)
     with TheirFSDP.state_dict_type(theirs, torch_files.StateDictType.FULL_STATE_DICT, config):
@@ -327,9 +325,7 @@ def test_no_shard(group: Collectives, files: Files, form: str) -> None:
 def test_hybrid(group: Collectives, files: Files, form: str) -> None:
     """A hybrid strategy on a mesh of 2 x 2: the DTensors are replicated, then sharded by rows, bit for bit torch's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    mine = ours(
-        build(), False, form, device_mesh=mesh, sharding_strategy=flatparam.ShardingStrategy.HYBRID_SHARD
-    )
+    mine = ours(build(), False, form, device_mesh=mesh, sharding_strategy=flatparam.ShardingStrategy.HYBRID_SHARD)
     theirs = fsdp1(
         build(),
         False,
@@ -373,12 +369,8 @@ def test_use_dtensor_without_a_mesh(group: Collectives, files: Files) -> None:
     assert_model(full_state(other), build().state_dict())
 
 
-@on_ranks(
-    2, source=["full", "sharded", "chunked", "dtensor"], target=["full", "sharded", "dtensor", "chunked"]
-)
-def test_loading_does_not_ask_for_the_form(
-    group: Collectives, files: Files, source: str, target: str
-) -> None:
+@on_ranks(2, source=["full", "sharded", "chunked", "dtensor"], target=["full", "sharded", "dtensor", "chunked"])
+def test_loading_does_not_ask_for_the_form(group: Collectives, files: Files, source: str, target: str) -> None:
     """S-086: a state of one form loads where that form is set; sharded ones of either kind in any sharded setting."""
     state = ours(build(), False, source).state_dict()
     model = ours(build(seed=1), True, target)

@@ -130,9 +130,7 @@ def test_of_a_given_state(group: Collectives, files: Files, originals: bool, for
     found = []
     for wrapper, m, o in ((FSDP, model, optimizer), (TheirFSDP, their_model, their_optimizer)):
         given = o.state_dict()
-        given["state"] = {
-            key: {**values, "step": values["step"] + 5} for key, values in given["state"].items()
-        }
+        given["state"] = {key: {**values, "step": values["step"] + 5} for key, values in given["state"].items()}
         given["state"]["of the user"] = {"beta": 3}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -161,9 +159,7 @@ def test_to_load(group: Collectives, files: Files, originals: bool, form: str) -
 
 
 @on_ranks(2, originals=BOTH, form=list(FORMS))
-def test_torchs_state_in_ours_and_ours_in_torchs(
-    group: Collectives, files: Files, originals: bool, form: str
-) -> None:
+def test_torchs_state_in_ours_and_ours_in_torchs(group: Collectives, files: Files, originals: bool, form: str) -> None:
     """S-091: each takes what the other's `optim_state_dict` returns, and goes on with the same bits."""
     (model, optimizer), (their_model, their_optimizer) = trained_pair(group, originals, form)
     mine = FSDP.optim_state_dict(model, optimizer)
@@ -182,9 +178,7 @@ def test_torchs_state_in_ours_and_ours_in_torchs(
 
 
 @on_ranks(2, originals=BOTH, rank0_only=[True, False, None])
-def test_full_optim_state_dict(
-    group: Collectives, files: Files, originals: bool, rank0_only: bool | None
-) -> None:
+def test_full_optim_state_dict(group: Collectives, files: Files, originals: bool, rank0_only: bool | None) -> None:
     """S-092: `full_optim_state_dict` returns what torch's does, by default on rank 0 only, and says what to use now.
 
     With use_orig_params=True torch's, which always offloads, returns exp_avg_sq for exp_avg on the CPU.
@@ -239,9 +233,7 @@ def test_scatter_full_optim_state_dict(group: Collectives, files: Files, origina
 
 
 @on_ranks(2, originals=BOTH, form=["chunked", "sharded"])
-def test_flatten_sharded_optim_state_dict(
-    group: Collectives, files: Files, originals: bool, form: str
-) -> None:
+def test_flatten_sharded_optim_state_dict(group: Collectives, files: Files, originals: bool, form: str) -> None:
     """S-093: sharded states, torch's among them, become what the optimizer loads."""
     (model, optimizer), (their_model, their_optimizer) = trained_pair(
         group, originals, form.replace("sharded", "chunked")
@@ -278,9 +270,7 @@ def test_rekeying(group: Collectives, files: Files) -> None:
     assert_same(by_name, expected)
     assert_same(by_name["state"], named_state(model, optimizer))
     back = FSDP.rekey_optim_state_dict(by_name, TheirKeyType.PARAM_ID, model, optim=optimizer)
-    assert_same(
-        back, TheirFSDP.rekey_optim_state_dict(by_name, TheirKeyType.PARAM_ID, model, optim=optimizer)
-    )
+    assert_same(back, TheirFSDP.rekey_optim_state_dict(by_name, TheirKeyType.PARAM_ID, model, optim=optimizer))
     assert_same(back["state"], numbered["state"])
     assert FSDP.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_ID, model) is numbered
     assert FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_NAME, model) is by_name

@@ -89,12 +89,8 @@ def test_no_units(group: Collectives, files: Files) -> None:
         assert type(plain.state_dict()["weight"]) is torch.Tensor
 
 
-@on_ranks(
-    2, form=["full", "sharded", "local"], wrong=["full", "sharded", "local"], part=["model", "optimizer"]
-)
-def test_a_configuration_of_another_form(
-    group: Collectives, files: Files, form: str, wrong: str, part: str
-) -> None:
+@on_ranks(2, form=["full", "sharded", "local"], wrong=["full", "sharded", "local"], part=["model", "optimizer"])
+def test_a_configuration_of_another_form(group: Collectives, files: Files, form: str, wrong: str, part: str) -> None:
     """S-080: a configuration of another form, ours or torch's, is a RuntimeError on every rank and changes nothing."""
     if form == wrong:
         return

@@ -87,9 +87,7 @@ def compare(ranks: Collectives, directory: str, kind: str) -> None:
         optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, moments))
     again = state_of(flatparam, kind, model, optimizer)
     for name, value in ours.items():
-        found, wanted = (
-            each.to_local() if isinstance(each, DTensor) else each for each in (again[name], value)
-        )
+        found, wanted = (each.to_local() if isinstance(each, DTensor) else each for each in (again[name], value))
         assert torch.equal(found, wanted), name
 
     with flatparam.Checkpointer(directory, model, optimizer) as checkpointer:

@@ -71,9 +71,7 @@ def test_a_distributed_checkpoint_of_fsdp1_on_other_ranks(
 
 
 @on_ranks(2, 3, wrapping=["other units", "one unit"], form=["sharded", "dtensor"])
-def test_a_distributed_checkpoint_under_other_units(
-    group: Collectives, files: Files, wrapping: str, form: str
-) -> None:
+def test_a_distributed_checkpoint_under_other_units(group: Collectives, files: Files, wrapping: str, form: str) -> None:
     """What FSDP1 saved with three units and a root loads into two units and a root, and into one."""
     model = ours(build(mixed=True, seed=1), form == "sharded", form, WRAPPINGS[wrapping])
     optimizer = adamw(model.parameters())
@@ -86,9 +84,7 @@ def test_a_distributed_checkpoint_with_another_strategy(
     group: Collectives, files: Files, strategy: str, kind: str, originals: bool
 ) -> None:
     """FSDP1's fully sharded checkpoint goes on, with the same bits, under the other strategies."""
-    model = ours(
-        build(mixed=True, seed=1), originals, "sharded", sharding_strategy=ShardingStrategy[strategy]
-    )
+    model = ours(build(mixed=True, seed=1), originals, "sharded", sharding_strategy=ShardingStrategy[strategy])
     optimizer = adamw(model.parameters())
     load_distributed(FSDP, model, optimizer, files.torchs(kind))
     assert_restored(group, model, optimizer, mixed=True)
@@ -104,9 +100,7 @@ def test_a_checkpoint_of_fsdp2(group: Collectives, files: Files, originals: bool
 
 
 @on_ranks(2, 3, kind=["sharded", "dtensor", "fsdp2"], originals=BOTH)
-def test_files_of_torch_by_set_state_dict(
-    group: Collectives, files: Files, kind: str, originals: bool
-) -> None:
+def test_files_of_torch_by_set_state_dict(group: Collectives, files: Files, kind: str, originals: bool) -> None:
     """S-097: `get_state_dict`, `dcp.load`, `set_state_dict` of ours read what torch wrote."""
     import torch.distributed.checkpoint as dcp
 
@@ -156,9 +150,7 @@ def test_what_torch_wrote(group: Collectives, files: Files, use_orig_params: boo
     for form in ("sharded", "dtensor"):
         model = torch_files.fsdp1(build(use_orig_params, seed=1), use_orig_params, form)
         optimizer = adamw(model.parameters())
-        load_distributed(
-            wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded"
-        )
+        load_distributed(wrapper, model, optimizer, files.torchs(form, use_orig_params), chunked=form == "sharded")
         train(model, optimizer, group.rank, AFTER)
         wrapper.set_state_dict_type(model, *torch_files.settings_of("full"))
         state = {k: v for k, v in model.state_dict().items() if k not in OF_RANK}

@@ -21,18 +21,14 @@ from flatparam_comm.testing import run_processes
 pytestmark = pytest.mark.processes
 
 
-def made(
-    strategy: ShardingStrategy, originals: bool
-) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+def made(strategy: ShardingStrategy, originals: bool) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
     """A model whose last bias has one row for one rank of the world alone, and its optimizer."""
     torch.manual_seed(0)
     mesh = None
     if strategy is ShardingStrategy.HYBRID_SHARD:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     net = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 2), nn.Linear(2, 1, bias=False))
-    model = FullyShardedDataParallel(
-        net, use_orig_params=originals, sharding_strategy=strategy, device_mesh=mesh
-    )
+    model = FullyShardedDataParallel(net, use_orig_params=originals, sharding_strategy=strategy, device_mesh=mesh)
     FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -60,9 +56,7 @@ def losses(ranks: Collectives, folder: Path, strategy: ShardingStrategy, origina
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     loaded = load_sharded_optimizer_state_dict(state["model"], "optim", dcp.FileSystemReader(folder))
-    optimizer.load_state_dict(
-        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loaded["optim"])
-    )
+    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loaded["optim"]))
     return expected, [trained(model, optimizer, ranks.rank, seed) for seed in (1, 2)]
 
 

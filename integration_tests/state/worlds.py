@@ -75,9 +75,7 @@ def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
 
 
 def _job(body: Body, case: tuple[tuple[str, Any], ...]) -> Job:
-    words = [
-        (name if value else f"not_{name}") if isinstance(value, bool) else str(value) for name, value in case
-    ]
+    words = [(name if value else f"not_{name}") if isinstance(value, bool) else str(value) for name, value in case]
     return Job(body.__module__, body.__name__, "-".join(words), case)
 
 
@@ -132,9 +130,7 @@ class Worlds:
         jobs = self.jobs[size]
         store = self.root / f"stores-{size}"
         store.mkdir()
-        of_ranks = run_processes(
-            size, run_jobs, jobs, files, store, timeout=_WORLD_TIMEOUT, pg_timeout=_PG_TIMEOUT
-        )
+        of_ranks = run_processes(size, run_jobs, jobs, files, store, timeout=_WORLD_TIMEOUT, pg_timeout=_PG_TIMEOUT)
         return {
             (job.module, job.name, job.case): list(errors)
             for job, errors in zip(jobs, zip(*of_ranks, strict=True), strict=True)

@@ -45,9 +45,7 @@ class _FirstOf(ForwardingCollectives):
         """Nothing."""
         return COMPLETED
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Numbers, so that the optimizer does not compute with whatever was there."""
         output.fill_(1.0)
         return COMPLETED

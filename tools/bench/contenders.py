@@ -126,9 +126,7 @@ def _not_installed(package: str) -> str:
 
 
 def _ours(strategy: str, transport: str = "", **arguments: Any) -> Contender:
-    build = partial(
-        ours, transport=transport, sharding_strategy=flatparam.ShardingStrategy[strategy], **arguments
-    )
+    build = partial(ours, transport=transport, sharding_strategy=flatparam.ShardingStrategy[strategy], **arguments)
     return Contender(build, _no_transport if transport else str)
 
 

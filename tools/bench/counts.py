@@ -62,9 +62,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self.sent += round(given.nbytes * (1 - of_rank / self.group.size))
         elif name not in _WITHOUT_TENSORS:
             op, position = _COLLECTIVES[name]
-            full = sum(
-                t.numel() * t.element_size() for t in tree_leaves(args[position]) if isinstance(t, Tensor)
-            )
+            full = sum(t.numel() * t.element_size() for t in tree_leaves(args[position]) if isinstance(t, Tensor))
             self.sent += sent_nbytes(op, full, rank=self.group.rank, size=self.group.size)
 
 

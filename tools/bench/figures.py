@@ -43,9 +43,7 @@ def timings(of_ranks: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, Ro
     cpu = {
         name: [
             sum(pair)
-            for pair in zip(
-                *(_each_round(sum, of_ranks, name, part) for part in ("user", "system")), strict=True
-            )
+            for pair in zip(*(_each_round(sum, of_ranks, name, part) for part in ("user", "system")), strict=True)
         ]
         for name in names
     }
@@ -66,9 +64,7 @@ def timings(of_ranks: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, Ro
 def exact(of_ranks: Sequence[Mapping[str, Row]]) -> dict[str, Row]:
     """For each contender the counts of the rank that has more; the losses are those of rank 0."""
     return {
-        name: {
-            key: first[key] if key == "losses" else max(rank[name][key] for rank in of_ranks) for key in first
-        }
+        name: {key: first[key] if key == "losses" else max(rank[name][key] for rank in of_ranks) for key in first}
         for name, first in of_ranks[0].items()
     }
 
@@ -112,11 +108,6 @@ def as_text(lines: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _each_round(
-    join: Any, of_ranks: Sequence[Mapping[str, list[list[float]]]], name: str, column: str
-) -> list[float]:
+def _each_round(join: Any, of_ranks: Sequence[Mapping[str, list[list[float]]]], name: str, column: str) -> list[float]:
     number = COLUMNS.index(column)
-    return [
-        join(sample[number] for sample in samples)
-        for samples in zip(*(r[name] for r in of_ranks), strict=True)
-    ]
+    return [join(sample[number] for sample in samples) for samples in zip(*(r[name] for r in of_ranks), strict=True)]

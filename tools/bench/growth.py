@@ -40,8 +40,7 @@ def grow(
     with world(WORLD_SIZE) as ranks:
         return {
             f"{units}x{parameters}": {
-                name: _costs(CONTENDERS[name], _setting(ranks, units, parameters), repetitions)
-                for name in NAMES
+                name: _costs(CONTENDERS[name], _setting(ranks, units, parameters), repetitions) for name in NAMES
             }
             for units, parameters in shapes
         }
@@ -89,9 +88,7 @@ def _cpu_seconds(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def optimizer_steps(
-    group: Collectives, parameters: int, world_size: int
-) -> dict[str, dict[str, list[float]]]:
+def optimizer_steps(group: Collectives, parameters: int, world_size: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of AdamW's step over one unit with so many parameters, half of which do not decay: quartiles.
 
     `after others` is the step that comes right after those of the others, which have filled the processor's caches;

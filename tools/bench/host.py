@@ -77,9 +77,7 @@ def costs(
             for name, training in trainings.items():
                 samples[name].append(_parts(training, clock, device))
     for name, of_rounds in samples.items():
-        quartiles = [
-            1e6 / units * statistics.quantiles(part, n=4)[0] for part in zip(*of_rounds, strict=True)
-        ]
+        quartiles = [1e6 / units * statistics.quantiles(part, n=4)[0] for part in zip(*of_rounds, strict=True)]
         rows[name] = dict(zip(PARTS, quartiles, strict=True))
     return {name: rows[name] for name in CONTENDERS}
 

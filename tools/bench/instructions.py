@@ -34,9 +34,7 @@ PARTS: Final = ("build", "pass", "update")
 TOOLS: Final = Path(__file__).resolve().parents[1]
 
 
-def measure(
-    world_size: int, parameters: Sequence[int], names: Sequence[str] = tuple(CONTENDERS)
-) -> dict[str, Any]:
+def measure(world_size: int, parameters: Sequence[int], names: Sequence[str] = tuple(CONTENDERS)) -> dict[str, Any]:
     """Instructions per unit more than the plain model's: by contender and parameters in a unit, for each part.
 
     `build` is construction, `pass` a forward and a backward pass, `update` the optimizer's step.
@@ -46,8 +44,7 @@ def measure(
     found = {n: {p: {part: next(counts) for part in PARTS} for p in parameters} for n in names}
     return {
         name: {
-            str(p): {part: (n - found[PLAIN][p][part]) / UNITS for part, n in parts.items()}
-            for p, parts in by.items()
+            str(p): {part: (n - found[PLAIN][p][part]) / UNITS for part, n in parts.items()} for p, parts in by.items()
         }
         for name, by in found.items()
         if name != PLAIN

@@ -61,9 +61,7 @@ def steps(options: argparse.Namespace) -> None:
     """All contenders, workload by workload."""
     names = _present([FLOOR, SHARDED_FLOOR, *(n for n in CONTENDERS if _chosen(n, options.contenders))])
     tables = [(w, p) for w in options.workloads for p in options.precisions]
-    print(
-        f"{len(names)} contenders, {len(tables)} tables of about {options.seconds:.0f} s and what counting takes"
-    )
+    print(f"{len(names)} contenders, {len(tables)} tables of about {options.seconds:.0f} s and what counting takes")
     for workload, precision in tables:
         arguments = (workload, precision == "bf16", names, options.seconds)
         patience = {"timeout": 3600 + 10 * options.seconds, "pg_timeout": 300}
@@ -73,9 +71,7 @@ def steps(options: argparse.Namespace) -> None:
         title = f"{workload}, {precision}"
         table = {"what": WORKLOADS[workload].what, "load": os.getloadavg()[0], "rows": rows}
         _enter(options.json, "steps", title, table)
-        print(
-            f"\n{title}: {table['what']}; {rows[FLOOR]['rounds']} rounds; floor {1e3 * rows[FLOOR]['step']:.1f} ms"
-        )
+        print(f"\n{title}: {table['what']}; {rows[FLOOR]['rounds']} rounds; floor {1e3 * rows[FLOOR]['step']:.1f} ms")
         print(as_text(cells(rows)))
 
 
@@ -192,21 +188,15 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(function: Any, name: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        made.add_argument(
-            "--json", type=Path, default=RESULTS, help="where results are (default: %(default)s)"
-        )
+        made.add_argument("--json", type=Path, default=RESULTS, help="where results are (default: %(default)s)")
         made.set_defaults(command=function)
         return made
 
     of_steps = command(steps, "steps")
     of_steps.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=MEASURED)
     of_steps.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    of_steps.add_argument(
-        "--contenders", nargs="+", default=[], help="parts of names; the floors are always there"
-    )
-    of_steps.add_argument(
-        "--seconds", type=float, default=40, help="for the rounds of one table (default: 40)"
-    )
+    of_steps.add_argument("--contenders", nargs="+", default=[], help="parts of names; the floors are always there")
+    of_steps.add_argument("--seconds", type=float, default=40, help="for the rounds of one table (default: 40)")
     of_instructions = command(instructions, "instructions")
     of_instructions.add_argument(
         "--contenders", nargs="+", default=[], help="parts of names; the results of the others stay"
@@ -226,7 +216,5 @@ def _parser() -> argparse.ArgumentParser:
     of_profile = command(profile, "profile")
     of_profile.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=MEASURED)
     of_page = command(page, "page")
-    of_page.add_argument(
-        "--page", type=Path, default=RESULTS.with_suffix(".md"), help="(default: %(default)s)"
-    )
+    of_page.add_argument("--page", type=Path, default=RESULTS.with_suffix(".md"), help="(default: %(default)s)")
     return parser

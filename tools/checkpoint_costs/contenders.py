@@ -172,9 +172,7 @@ def _distributed(library: Library) -> Contender:
     def load(training: Training, path: Path) -> None:
         model, optimizer = library.state.get_state_dict(training.model, training.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        planner = DefaultLoadPlanner(
-            flatten_sharded_tensors=False
-        )  # else a rank must have a shard of each tensor
+        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)  # else a rank must have a shard of each tensor
         dcp_load(state, checkpoint_id=path, planner=planner)
         library.state.set_state_dict(
             training.model,

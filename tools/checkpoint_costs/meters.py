@@ -56,9 +56,7 @@ class Meter:
     group: Collectives
     ledger: ByteLedger
 
-    def measure(
-        self, action: Callable[[], T], finish: Callable[[T], object] = lambda _: None
-    ) -> tuple[T, Cost]:
+    def measure(self, action: Callable[[], T], finish: Callable[[T], object] = lambda _: None) -> tuple[T, Cost]:
         """What `action` returned, and what it cost with `finish(it)` after it. Every rank calls it."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

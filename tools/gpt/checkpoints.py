@@ -55,8 +55,7 @@ def newest(folder: Path, recipe: Recipe) -> Checkpoint | None:
     ]
     if differences:
         raise UserError(
-            f"{path} is of another run ({'; '.join(differences)}). "
-            "Give --fresh to start over, or --out another folder."
+            f"{path} is of another run ({'; '.join(differences)}). Give --fresh to start over, or --out another folder."
         )
     return Checkpoint(path, step, ranks)
 

@@ -14,9 +14,7 @@ from attrs import field, frozen
 
 from .errors import UserError
 
-_SKIPPED_FOLDERS: Final = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-)
+_SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _HELD_OUT_SHARE: Final = 20
 """One part in so many, at the end of the text, is held out."""
 
@@ -74,9 +72,7 @@ def _joined(source: str, paths: list[Path]) -> Corpus:
             raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     text = b"".join(texts)
     if not text:
-        raise UserError(
-            f"{source} holds no text" + (f" (in {len(paths)} files)." if paths else ": no files in it.")
-        )
+        raise UserError(f"{source} holds no text" + (f" (in {len(paths)} files)." if paths else ": no files in it."))
     return Corpus(source, len(paths), text, hashlib.sha256(text).hexdigest())
 
 

@@ -94,9 +94,7 @@ class Costs:
     def moved_per_step(self) -> int:
         """Bytes that one rank sends in one step."""
         nbytes = int(self.gathered_nbytes * self.gathered_numel + self.reduced_nbytes * self.reduced_numel)
-        return (
-            nbytes * (self.ranks - 1) // self.ranks + self.flags_per_step * 2 * (self.ranks - 1) // self.ranks
-        )
+        return nbytes * (self.ranks - 1) // self.ranks + self.flags_per_step * 2 * (self.ranks - 1) // self.ranks
 
     @property
     def flags_per_step(self) -> int:

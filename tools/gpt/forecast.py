@@ -64,9 +64,7 @@ class Forecast:
     def beside(self, measured: Measured, ranks: Ranks) -> list[str]:
         """The plan and the run, side by side, the largest of the ranks. A collective."""
         costs = self.plan.costs
-        at_rest, peak, sent = ranks.largest(
-            [costs.resting.nbytes, costs.steps[-1].peak, costs.steps[-1].sent_nbytes]
-        )
+        at_rest, peak, sent = ranks.largest([costs.resting.nbytes, costs.steps[-1].peak, costs.steps[-1].sent_nbytes])
         rows = [
             _row("bytes per rank at rest", int(at_rest), measured.at_rest),
             _row("bytes per rank at peak", int(peak), measured.peak),

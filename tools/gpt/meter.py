@@ -47,9 +47,7 @@ class Meter:
         """Bytes of parameters, gradients and optimizer state on this rank, each storage counted once."""
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        state = [
-            value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor)
-        ]
+        state = [value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor)]
         storages = {
             storage.data_ptr(): storage.nbytes()
             for storage in (tensor.untyped_storage() for tensor in (*parameters, *gradients, *state))

@@ -105,13 +105,9 @@ class Options:
     def check_ranks(self, world_size: int) -> None:
         """Raise `UserError` unless the global batch can be cut into equal parts for ``world_size`` ranks."""
         if self.ranks is not None and self.ranks != world_size:
-            raise UserError(
-                f"--ranks {self.ranks} was given, but torchrun started {world_size}; leave --ranks out."
-            )
+            raise UserError(f"--ranks {self.ranks} was given, but torchrun started {world_size}; leave --ranks out.")
         if self.plain and world_size > 1:
-            raise UserError(
-                "--plain trains an ordinary module in one process: give it --ranks 1 or no --ranks."
-            )
+            raise UserError("--plain trains an ordinary module in one process: give it --ranks 1 or no --ranks.")
         parts = world_size * self.accumulate
         if self.batch % parts:
             raise UserError(
@@ -165,30 +161,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_text_and_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--data", type=Path, help="file or folder to train on (default: the standard library's source)"
-    )
+    group.add_argument("--data", type=Path, help="file or folder to train on (default: the standard library's source)")
     group.add_argument("--size", choices=list(PRESETS), default="small", help="preset for the options below")
     for name in ("layers", "width", "heads", "context"):
         group.add_argument(f"--{name}", type=int, help=f"{name} (default: from --size)")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--steps", type=int, default=400, help="optimizer steps in all, those before a resume included"
-    )
-    group.add_argument(
-        "--minutes", type=float, help="stop cleanly after this long, if the steps are not done before"
-    )
-    group.add_argument(
-        "--batch", type=int, help="rows of --context bytes per step over all ranks (default: by --size)"
-    )
-    group.add_argument(
-        "--accumulate", type=int, default=1, help="parts in which each rank works through its rows"
-    )
-    group.add_argument(
-        "--no-sync", action="store_true", help="reduce gradients only at the last accumulated part"
-    )
+    group.add_argument("--steps", type=int, default=400, help="optimizer steps in all, those before a resume included")
+    group.add_argument("--minutes", type=float, help="stop cleanly after this long, if the steps are not done before")
+    group.add_argument("--batch", type=int, help="rows of --context bytes per step over all ranks (default: by --size)")
+    group.add_argument("--accumulate", type=int, default=1, help="parts in which each rank works through its rows")
+    group.add_argument("--no-sync", action="store_true", help="reduce gradients only at the last accumulated part")
     group.add_argument(
         "--optimizer", choices=("adamw", "muon"), default="adamw",
         help="muon: flatparam.optim.Muon for the blocks' matrices, AdamW for the rest",
@@ -196,24 +180,16 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lr", type=float, help="highest learning rate (default: by --size)")
     group.add_argument("--warmup", type=int, default=40, help="steps of linear warm-up before the cosine")
     group.add_argument("--weight-decay", type=float, default=0.1, help="on every parameter")
-    group.add_argument(
-        "--clip", type=float, default=0.0, help="largest gradient norm; 0 leaves gradients as they are"
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, help="for the initial weights, the rows of each step, the sample"
-    )
-    group.add_argument(
-        "--eval-every", type=int, default=50, help="steps between evaluations on held-out text"
-    )
+    group.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0 leaves gradients as they are")
+    group.add_argument("--seed", type=int, default=0, help="for the initial weights, the rows of each step, the sample")
+    group.add_argument("--eval-every", type=int, default=50, help="steps between evaluations on held-out text")
     group.add_argument("--eval-batches", type=int, default=8, help="batches in one evaluation")
 
 
 def _add_ranks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", type=int, help="processes to train on (default: 2, or torchrun's number)")
     group.add_argument("--plain", action="store_true", help="the reference: one process, an ordinary module")
-    group.add_argument(
-        "--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard", help="strategy"
-    )
+    group.add_argument("--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard", help="strategy")
     group.add_argument(
         "--reduction", choices=("default", "exact"), default="default",
         help="exact: the same bits on any number of ranks with as many parts in all, whose hash is shown",
@@ -229,26 +205,18 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         "--use-orig-params", action=argparse.BooleanOptionalAction, default=False,
         help="the optimizer sees the original parameters, not the flat ones",
     )  # fmt: skip
-    group.add_argument(
-        "--checkpoint-activations", action="store_true", help="recompute each block in backward"
-    )
+    group.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
     group.add_argument("--threads", type=int, help="threads per rank (default: the cores shared out)")
-    group.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes one GPU per rank, by NCCL"
-    )
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda takes one GPU per rank, by NCCL")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--out", type=Path, default=Path("runs/gpt"), help="folder for checkpoints, metrics and plots"
-    )
+    group.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for checkpoints, metrics and plots")
     group.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     group.add_argument(
         "--resume", action="store_true", help="insist on a checkpoint (without it: resume if there is one)"
     )
     group.add_argument("--fresh", action="store_true", help="start over, and remove the checkpoints in --out")
-    group.add_argument(
-        "--sample-bytes", type=int, default=400, help="length of the text generated at the end"
-    )
+    group.add_argument("--sample-bytes", type=int, default=400, help="length of the text generated at the end")
     group.add_argument("--prompt", default="\ndef ", help="what the generated text goes on from")
     group.add_argument("--temperature", type=float, default=0.7, help="of the sampling")

@@ -16,16 +16,12 @@ _MISSING = "no plots: matplotlib is not installed (pip install matplotlib)"
 def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> str:
     """Draw training and held-out loss over steps; returns a sentence that says what was done."""
     training = [(record["step"], record["bits_per_byte"]) for record in records if "loss" in record]
-    held_out = [
-        (record["step"], record["held_out_bits_per_byte"]) for record in records if "held_out_loss" in record
-    ]
+    held_out = [(record["step"], record["held_out_bits_per_byte"]) for record in records if "held_out_loss" in record]
     axes = _axes("step", "bits per byte")
     if axes is None:
         return _MISSING
     if training:
-        axes.plot(
-            *_columns(training), color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step"
-        )
+        axes.plot(*_columns(training), color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step")
         axes.plot(*_columns(_smooth(training)), color="tab:blue", label="training, mean of 20 steps")
     if held_out:
         axes.plot(*_columns(held_out), "o-", color="tab:orange", label="held-out text")
@@ -41,9 +37,7 @@ def draw_memory(timeline: MemoryTimeline | None, at_rest: int, costs: Costs, pat
     if timeline is not None:
         megabytes = [nbytes / 1e6 for nbytes in timeline.nbytes]
         axes.fill_between(timeline.milliseconds, megabytes, step="post", alpha=0.3, color="tab:blue")
-        axes.step(
-            timeline.milliseconds, megabytes, where="post", color="tab:blue", label="all tensors, one step"
-        )
+        axes.step(timeline.milliseconds, megabytes, where="post", color="tab:blue", label="all tensors, one step")
     axes.axhline(
         at_rest / 1e6,
         color="tab:green",
@@ -68,9 +62,7 @@ def draw_plan(forecast: Forecast, timeline: MemoryTimeline | None, path: Path) -
     if prediction is not None:
         curve = [(seconds / prediction.seconds, nbytes / 1e6) for seconds, nbytes in prediction.curve.points]
         axes.step(*_columns(curve), where="post", color="tab:orange", label="plan")
-    axes.axhline(
-        forecast.plan.costs.steps[-1].peak / 1e6, color="tab:red", linestyle="--", label="the plan's peak"
-    )
+    axes.axhline(forecast.plan.costs.steps[-1].peak / 1e6, color="tab:red", linestyle="--", label="the plan's peak")
     axes.set_ylim(bottom=0)
     axes.set_title("Plan and run: memory of one step")
     return _save(axes, path)

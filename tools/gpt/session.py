@@ -69,9 +69,7 @@ def describe(options: Options, plan: Plan, world_size: int, console: Console) ->
         "model", f"{shape.numel:,} parameters ({options.size}): {shape.layers} blocks of width {shape.width}, "
         f"{shape.heads} heads, context {shape.context} bytes"
     )  # fmt: skip
-    console.fact(
-        "sharding", how + ("" if options.plain else f", {shape.layers + 1} units (each block, and the rest)")
-    )
+    console.fact("sharding", how + ("" if options.plain else f", {shape.layers + 1} units (each block, and the rest)"))
     console.fact("steps", f"{options.steps:,} of {options.batch} rows x {shape.context} bytes over all ranks")
     if plan.resumed is not None:
         ranks_then = counted(plan.resumed.ranks, "rank")
@@ -100,9 +98,7 @@ class _Session:
         if ranks.is_first:
             options.out.mkdir(parents=True, exist_ok=True)
         metrics = Metrics(options.out / "metrics.jsonl" if ranks.is_first else None)
-        batches = Batches.of(
-            plan.corpus, batch=options.batch, context=options.shape.context, seed=options.seed
-        )
+        batches = Batches.of(plan.corpus, batch=options.batch, context=options.shape.context, seed=options.seed)
         trainer = Trainer(options, ranks, learner, batches, meter, metrics, requests, done=plan.start)
         return cls(plan, checkpointer, trainer, metrics, console, saved_step=plan.start)
 
@@ -116,9 +112,7 @@ class _Session:
         steps = trainer.options.steps
         self.metrics.open(keep_up_to=plan.start)
         if plan.start >= steps:
-            self.console.say(
-                f"  all {steps:,} steps are done already; --steps N goes on, --fresh starts over\n"
-            )
+            self.console.say(f"  all {steps:,} steps are done already; --steps N goes on, --fresh starts over\n")
         else:
             with Progress(self.console, start=plan.start, steps=steps) as progress:
                 trainer.run(progress, lambda: self._save(progress.note))

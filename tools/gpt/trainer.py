@@ -146,9 +146,7 @@ class Trainer:
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
         moved = self.meter.bytes_moved_since_last()
         pending = self.requests.pending()
-        total, late_ranks, *asked = self.ranks.total(
-            [loss, late, *(pending == each for each in STOP_SIGNALS)]
-        )
+        total, late_ranks, *asked = self.ranks.total([loss, late, *(pending == each for each in STOP_SIGNALS)])
         stop = next((int(each) for each, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), 0)
         mean = total / (self.ranks.size * self.options.accumulate)
         return Step(mean, time.perf_counter() - start, moved, stop, late_ranks > 0)
@@ -175,9 +173,7 @@ class Trainer:
             tokens_per_second=round(speed, 1),
             bytes_moved=step.moved,
         )
-        progress.step(
-            loss=step.loss, bits_per_byte=bits(step.loss), tokens_per_second=speed, moved=step.moved
-        )
+        progress.step(loss=step.loss, bits_per_byte=bits(step.loss), tokens_per_second=speed, moved=step.moved)
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float) -> float:

@@ -56,9 +56,7 @@ def _breaks() -> int:
 
 
 def _backend(plan: Plan) -> str:
-    return (
-        "inductor" if plan.kind in ("cuda", "xpu") else "aot_eager"
-    )  # there it is kernels that are compared
+    return "inductor" if plan.kind in ("cuda", "xpu") else "aot_eager"  # there it is kernels that are compared
 
 
 def _graphs() -> int:

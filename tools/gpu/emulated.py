@@ -162,9 +162,7 @@ class EmulatedGroup(dist.ProcessGroup):
         is_sum = getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
         return self.size() if is_sum else 1
 
-    def _issue(
-        self, action: Callable[[], object], tensors: Sequence[Tensor], wire: float, opts: Any
-    ) -> dist.Work:
+    def _issue(self, action: Callable[[], object], tensors: Sequence[Tensor], wire: float, opts: Any) -> dist.Work:
         """Have the communicator's stream, or the caller's, do it after what was issued before."""
         device = tensors[0].device
         if device.type in ("cpu", "meta"):

@@ -67,8 +67,7 @@ def compared(of_ranks: Sequence[Mapping[str, list[float] | str]], reference: str
     `same` is whether nobody of ours has failed or has other losses.
     """
     rows = {
-        name: _row([rank[name] for rank in of_ranks], [rank[reference] for rank in of_ranks])
-        for name in of_ranks[0]
+        name: _row([rank[name] for rank in of_ranks], [rank[reference] for rank in of_ranks]) for name in of_ranks[0]
     }
     same = all(row.get("equal", False) for name, row in rows.items() if name.startswith(OURS))
     first, *_, last = rows[reference].get("losses", [0.0, 0.0])
@@ -107,9 +106,7 @@ def _on_the_mean(setting: Setting) -> list[float]:
     """The losses of this rank's batch; the gradients of each batch are added up before they are added to others."""
     training = Training(setting.model(), torch.optim.SGD([torch.zeros(1)]), setting.batch())
     _set_optimizer(training)
-    batches = [
-        tuple(t.to(setting.device) for t in setting.workload.batch_of(rank)) for rank in range(THREADS)
-    ]
+    batches = [tuple(t.to(setting.device) for t in setting.workload.batch_of(rank)) for rank in range(THREADS)]
     found = []
     for _ in range(STEPS):
         losses = [training.model(*batch) for batch in batches]

@@ -81,14 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     _start_server()
     (facts,) = run_processes(1, facts_of, plan, timeout=START * plan.patience)
     if facts is None:
-        parser.error(
-            "torch finds no accelerator on this machine; --device cpu --tiny shows that the tool works"
-        )
+        parser.error("torch finds no accelerator on this machine; --device cpu --tiny shows that the tool works")
     on_cpu = facts.kind == "cpu"
     if not on_cpu and plan.ranks > facts.count:
-        parser.error(
-            f"--ranks {plan.ranks}: each rank needs a device of its own, and there are {facts.count}"
-        )
+        parser.error(f"--ranks {plan.ranks}: each rank needs a device of its own, and there are {facts.count}")
     ranks = options.ranks or (RANKS_ON_CPU if on_cpu else ranks_for(facts.count))
     plan = evolve(plan, kind=facts.kind, ranks=ranks)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -103,9 +99,7 @@ def _start_server() -> None:
     forkserver.ensure_running()
 
 
-def measure_all(
-    chosen: Sequence[Measurement], plan: Plan, facts: Facts, file: Path, until: float = math.inf
-) -> int:
+def measure_all(chosen: Sequence[Measurement], plan: Plan, facts: Facts, file: Path, until: float = math.inf) -> int:
     """Measure one after the other, enter each in `file` and on its page; returns the exit status."""
     minutes = sum(each.seconds for each in chosen if not each.why_not(plan, facts)) / 60
     about = "" if plan.tiny else f" This takes about {minutes:.0f} minutes."
@@ -174,15 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=ORDER, default=[], help="measure these")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), help="processes (default: see above)")
     parser.add_argument("--tiny", action="store_true", help="models so small that only the tool is tried")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="the folder for results (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET, help="seconds for everything (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="for the rounds of one table (default: 20)"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for results (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for the rounds of one table (default: 20)")
     parser.add_argument("--patience", type=float, default=1.0, help="what limits of time are multiplied by")
     parser.add_argument(
         "--import", nargs="+", default=[], dest="imports", metavar="MODULE", help="what registers the device"

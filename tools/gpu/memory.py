@@ -68,9 +68,7 @@ def measure(place: Place, expandable: bool) -> dict[str, dict[str, Any]]:
         pools(place.device, begin=True)
         meter: Meter = Allocator() if place.plan.on_cpu else DeviceMeter(place)
         made = attempt(place, contender, workload)
-        rows[name] = (
-            {"error": made} if isinstance(made, str) else _row(place, made, meter) | {"keeps": name in kept}
-        )
+        rows[name] = {"error": made} if isinstance(made, str) else _row(place, made, meter) | {"keeps": name in kept}
         del made
         for _ in range(COLLECTIONS):
             gc.collect()

@@ -27,9 +27,7 @@ WIDTH: Final = 16384
 
 def measure(place: Place) -> dict[str, dict[str, Any]]:
     """A row for each; the model is sharded over the ranks, and over one through the backend too."""
-    training = sharded_alone(
-        place.setting((TINY if place.plan.tiny else COMPILED).workload), use_orig_params=True
-    )
+    training = sharded_alone(place.setting((TINY if place.plan.tiny else COMPILED).workload), use_orig_params=True)
     average = flatparam.ShardedEMA(training.model, 0.999)
     rows = {
         "a step with AdamW": _row(place, partial(_step, training)),

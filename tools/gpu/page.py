@@ -114,10 +114,7 @@ def _memory(entry: Mapping[str, Any]) -> Iterator[str]:
     def cells(row: Mapping[str, Any]) -> list[str]:
         kept = row.get("keeps", False)
         said = entry["formulas"]["SHARD_GRAD_OP" if kept else "FULL_SHARD"]
-        of_parts = [
-            f"{row[part] / 1e6:.1f} ({row[part] / said[part]:.2f})"
-            for part in ("rest", "forward", "backward")
-        ]
+        of_parts = [f"{row[part] / 1e6:.1f} ({row[part] / said[part]:.2f})" for part in ("rest", "forward", "backward")]
         held = [row.get("reserved"), row.get("retries")]
         return [*of_parts, *("" if each is None else f"{each:.0f}" for each in held)]
 
@@ -185,9 +182,7 @@ def draw(results: Mapping[str, Any], target: Path) -> list[str]:
         time.set_title(f"ms a step, {results['device']['name']}", fontsize=10)
         reserved = [row["reserved"] / 1e3 for row in rows]
         memory.barh(names, reserved, color=colours(names, OURS, PEER))
-        memory.barh(
-            names, [row["allocated"] / 1e3 for row in rows], color=colours(names, OURS_AT_REST, PEER_AT_REST)
-        )
+        memory.barh(names, [row["allocated"] / 1e3 for row in rows], color=colours(names, OURS_AT_REST, PEER_AT_REST))
         write_values(memory, [f"{each:.2f}" for each in reserved], reserved)
         memory.set_title("GB reserved at the peak; darker: in tensors", fontsize=10)
         memory.set_yticklabels([])

@@ -38,9 +38,7 @@ def command_for(measurement: Measurement, plan: Plan) -> str:
 
 def enter(file: Path, facts: Facts, name: str, entry: Mapping[str, Any]) -> None:
     """Put one measurement into the file, in place of an earlier one of its name."""
-    results: dict[str, Any] = (
-        json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"measurements": {}}
-    )
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"measurements": {}}
     results["device"] = {
         "name": facts.name,
         "kind": facts.kind,

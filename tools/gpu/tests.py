@@ -60,9 +60,7 @@ def _run(plan: Plan, facts: Facts, limit: float) -> dict[str, Any]:
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """A process that `end` can interrupt, also where a shell runs this one in the background, without interrupts."""
-    return subprocess.Popen(
-        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options
-    )
+    return subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:

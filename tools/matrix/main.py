@@ -94,9 +94,7 @@ def _outcome(row: Row, for_pytest: Sequence[str], *, enter: bool, again: bool) -
     HOME.mkdir(parents=True, exist_ok=True)
     if for_pytest:
         if enter or again:
-            raise RowError(
-                f"a part of the tests is not entered: leave out {' '.join(for_pytest)}, or --enter"
-            )
+            raise RowError(f"a part of the tests is not entered: leave out {' '.join(for_pytest)}, or --enter")
         folders = [folder for suite in SUITES.values() for folder in suite]
         code = _run([*_pytest(row, "chosen", folders), *SPREAD, *for_pytest])
         return "ok, not entered" if code == 0 else f"FAILED: pytest ended with {code}"
@@ -212,9 +210,7 @@ def verdict(entry: Mapping[str, Any]) -> str:
 
 
 def _results() -> dict[str, Any]:
-    found: dict[str, Any] = (
-        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
-    )
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
     return found
 
 

@@ -41,9 +41,7 @@ def python_classifiers() -> list[str]:
 def _tested(results: Mapping[str, Any]) -> Iterator[str]:
     rows: Mapping[str, Any] = results["rows"]
     head = ["", *(f"Python {python}" for python in PYTHONS)]
-    yield table(
-        [head, *([f"torch {torch}", *(_cell(rows, torch, p) for p in PYTHONS)] for torch in TORCHES)], LEFT
-    )
+    yield table([head, *([f"torch {torch}", *(_cell(rows, torch, p) for p in PYTHONS)] for torch in TORCHES)], LEFT)
     yield "What that was:"
     lines = [["environment", "layers", "integration", "minutes", "day", "machine"]]
     for entry in rows.values():

@@ -62,9 +62,7 @@ def compared(name: str, configuration: object) -> tuple[list[str], int]:
     planned = rehearse(program, setup).costs
     real = measure(program, setup, setup.topology())
     errors = planned.errors(real)
-    said = ", ".join(
-        f"{key}={str(value).removeprefix('torch.')}" for key, value in configuration.settings.items()
-    )
+    said = ", ".join(f"{key}={str(value).removeprefix('torch.')}" for key, value in configuration.settings.items())
     sent = planned.steps[-1].sent_nbytes, real.steps[-1].sent_nbytes
     resting = planned.resting.nbytes, real.resting.nbytes
     cells = [f"{name}: {configuration.what}", f"`{said}`"]

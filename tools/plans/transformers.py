@@ -181,9 +181,7 @@ class MixtureBlock(nn.Module):
 class Decoder(nn.Module):
     """Token ids in, the mean cross-entropy of the targets out."""
 
-    def __init__(
-        self, sizes: Sizes, block: type[nn.Module], *, norm: type[nn.Module] = RMSNorm, tied: bool = False
-    ):
+    def __init__(self, sizes: Sizes, block: type[nn.Module], *, norm: type[nn.Module] = RMSNorm, tied: bool = False):
         """Make `layers` blocks between an embedding and a head."""
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
@@ -240,9 +238,7 @@ class Bert(nn.Module):
         self.segments = nn.Embedding(2, sizes.width)
         self.norm = nn.LayerNorm(sizes.width)
         self.blocks = nn.ModuleList(BertBlock(sizes) for _ in range(sizes.layers))
-        self.transform = nn.Sequential(
-            nn.Linear(sizes.width, sizes.width), nn.GELU(), nn.LayerNorm(sizes.width)
-        )
+        self.transform = nn.Sequential(nn.Linear(sizes.width, sizes.width), nn.GELU(), nn.LayerNorm(sizes.width))
         self.head = nn.Linear(sizes.width, sizes.vocabulary)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

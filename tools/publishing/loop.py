@@ -160,9 +160,7 @@ def _train(world: Collectives, folder: Path, loop: Loop) -> dict[str, Any]:
         nbytes, dense_nbytes = nbytes + published.nbytes, dense_nbytes + published.dense_nbytes
         if number == loop.rounds:
             break
-        texts = world.exchange(
-            _read(folder / f"texts-{published.version}.json") if world.rank == 0 else None
-        )[0]
+        texts = world.exchange(_read(folder / f"texts-{published.version}.json") if world.rank == 0 else None)[0]
         rewards.append(sum(texts["rewards"]) / len(texts["rewards"]))
         _loss(model, texts, world.rank, world.size).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         optimizer.step()

@@ -53,9 +53,7 @@ def synced(size: str, versions: int, rate: float, pretraining: int = 0, batch: i
     return results[0]
 
 
-def _rank(
-    world: Collectives, folder: str, state: dict[str, Tensor], options: tuple[str, int, float, int]
-) -> Syncs:
+def _rank(world: Collectives, folder: str, state: dict[str, Tensor], options: tuple[str, int, float, int]) -> Syncs:
     size, versions, rate, batch = options
     plain = make(size)
     plain.load_state_dict(state)

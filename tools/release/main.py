@@ -39,9 +39,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         plan = plan_release(root, chosen.package, chosen.version, time.strftime("%Y-%m-%d"))
         print("\n".join(plan.diff()))
         if chosen.dry_run:
-            print(
-                f"\nWould commit this as `{plan.message}` and tag the commit {plan.tag}. Nothing was changed."
-            )
+            print(f"\nWould commit this as `{plan.message}` and tag the commit {plan.tag}. Nothing was changed.")
             return 0
         carry_out(plan)
     except ReleaseError as error:

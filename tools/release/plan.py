@@ -40,9 +40,7 @@ class Plan:
         for path, new in self.files.items():
             name = path.relative_to(self.root).as_posix()
             old = path.read_text(encoding="utf-8")
-            yield from difflib.unified_diff(
-                old.splitlines(), new.splitlines(), f"a/{name}", f"b/{name}", lineterm=""
-            )
+            yield from difflib.unified_diff(old.splitlines(), new.splitlines(), f"a/{name}", f"b/{name}", lineterm="")
 
 
 def plan_release(root: Path, name: str, version: str, date: str) -> Plan:
@@ -91,9 +89,7 @@ def _new_files(root: Path, package: Path, version: Version, date: str) -> dict[P
     if str(version) in changelog.versions:
         raise ReleaseError(f"{file.relative_to(root)} has a section for {version} already")
     if not changelog.unreleased:
-        raise ReleaseError(
-            f"{file.relative_to(root)} names no change under [Unreleased]: there is nothing to release"
-        )
+        raise ReleaseError(f"{file.relative_to(root)} names no change under [Unreleased]: there is nothing to release")
     texts = {file: changelog.released(str(version), date).text}
     file = version_file(package)
     texts[file] = with_version(file.read_text(encoding="utf-8"), str(version))

@@ -45,13 +45,9 @@ def figures_of(house: House, root: Path) -> dict[str, int]:
             _passed_on(house, layer, public) for layer in LAYERS if layer != "flatparam"
         ),
         'docstrings "See `X`"': sum(text.startswith("See `") for text in _docstrings(house)),
-        "function docstrings without a verb": sum(
-            _NOT_A_VERB.match(text) is not None for text in _docstrings(house)
-        ),
+        "function docstrings without a verb": sum(_NOT_A_VERB.match(text) is not None for text in _docstrings(house)),
         'messages with "is no"': sum(re.search(" is no (?!longer)", text) is not None for text in messages),
-        f"messages under {_SHORTEST_MESSAGE} characters": sum(
-            len(text) < _SHORTEST_MESSAGE for text in messages
-        ),
+        f"messages under {_SHORTEST_MESSAGE} characters": sum(len(text) < _SHORTEST_MESSAGE for text in messages),
         f"lines of docs over {_COLUMNS} columns": _long_lines(root / "docs"),
         "fields of BackwardPass": _fields(house, "BackwardPass"),
         "fields of UnitTree": _fields(house, "UnitTree"),
@@ -159,11 +155,7 @@ def _fields(house: House, name: str) -> int:
 
 def _by_unit(house: House) -> int:
     node = _class(house, "BackwardPass")
-    kinds = (
-        [ast.unparse(each.annotation) for each in node.body if isinstance(each, ast.AnnAssign)]
-        if node
-        else []
-    )
+    kinds = [ast.unparse(each.annotation) for each in node.body if isinstance(each, ast.AnnAssign)] if node else []
     return sum(kind.startswith(("dict[Unit,", "set[Unit")) for kind in kinds)
 
 

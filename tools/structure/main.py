@@ -86,14 +86,11 @@ def print_budgets(root: Path) -> int:
     lines = [["package", "lines", "budget", "goal"]]
     for name, count in lines_of(house).items():
         budget = BUDGETS.get(name)
-        lines.append(
-            [name, f"{count:,}", *([f"{budget.most:,}", f"{budget.goal:,}"] if budget else ["none", ""])]
-        )
+        lines.append([name, f"{count:,}", *([f"{budget.most:,}", f"{budget.goal:,}"] if budget else ["none", ""])])
     print(table(lines))
     counted = figures_of(house, root)
     rows = [
-        [name, f"{figure:,}", f"{FIGURES[name].most:,}", f"{FIGURES[name].goal:,}"]
-        for name, figure in counted.items()
+        [name, f"{figure:,}", f"{FIGURES[name].most:,}", f"{FIGURES[name].goal:,}"] for name, figure in counted.items()
     ]
     print()
     print(table([["figure", "now", "budget", "goal"], *rows]))
@@ -116,9 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} anew")
     parser.add_argument("--print", action="store_true", help="with --page: print the page and write nothing")
     parser.add_argument("--step", action="store_true", help="print the code that one step runs, as one text")
-    parser.add_argument(
-        "--budgets", action="store_true", help="print lines and budgets; 1 if one is exceeded"
-    )
+    parser.add_argument("--budgets", action="store_true", help="print lines and budgets; 1 if one is exceeded")
     options = parser.parse_args(arguments)
     if options.budgets:
         return print_budgets(ROOT)

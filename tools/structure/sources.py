@@ -117,10 +117,7 @@ class House:
 
     def docstrings_that_begin_with(self, word: str) -> dict[str, int]:
         """How many docstrings of each module begin with `word`, as in "What it returns."; of those that have any."""
-        found = {
-            module.name: sum(text.split()[:1] == [word] for text in module.docstrings)
-            for module in self.modules
-        }
+        found = {module.name: sum(text.split()[:1] == [word] for text in module.docstrings) for module in self.modules}
         return {name: count for name, count in found.items() if count}
 
     def fields(self, class_name: str) -> int:
@@ -147,9 +144,7 @@ class House:
         names = set(variables)
         found: dict[str, list[str]] = defaultdict(list)
         for module in self.modules:
-            if module.path in own or (
-                module.path.parent == home and home.name.replace("_", "-") not in PACKAGES
-            ):
+            if module.path in own or (module.path.parent == home and home.name.replace("_", "-") not in PACKAGES):
                 continue
             for target in _targets(module.tree):
                 if isinstance(target.value, ast.Name) and target.value.id in names:
@@ -173,9 +168,7 @@ def _promised(module: Module) -> set[ast.AST]:
         for block in ast.walk(module.tree)
         if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
         for node in ast.walk(block)
-        if isinstance(node, ast.ImportFrom)
-        and not node.level
-        and (node.module or "").partition(".")[0] != own
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] != own
     }
 
 

@@ -39,9 +39,7 @@ def main() -> None:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-        print(
-            f"\nloss {accelerator.process_index} {step} {loss.item()!r} {norm.item()!r}\n", end="", flush=True
-        )
+        print(f"\nloss {accelerator.process_index} {step} {loss.item()!r} {norm.item()!r}\n", end="", flush=True)
     if "--generate" in sys.argv:
         with FullyShardedDataParallel.summon_full_params(model, writeback=False), torch.no_grad():
             value = accelerator.unwrap_model(model)(rows).sum().item()

@@ -54,9 +54,7 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
 
 def texts(start: int, number: int) -> list[str]:
     """Texts of eight words."""
-    return [
-        " ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(number)
-    ]
+    return [" ".join(WORDS[(start + row * 5 + place * 3) % 28] for place in range(8)) for row in range(number)]
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
@@ -68,8 +66,7 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """What a server would generate, and how likely it says that it is: made of the prompts."""
     tokens = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     completions = [
-        [4 + (sum(each) + number * (place + 3)) % 28 for place in range(4)]
-        for number, each in enumerate(tokens)
+        [4 + (sum(each) + number * (place + 3)) % 28 for place in range(4)] for number, each in enumerate(tokens)
     ]
     return {"prompt_ids": tokens, "completion_ids": completions, "logprobs": [[-3.0] * 4 for _ in tokens]}
 
@@ -144,9 +141,7 @@ def main() -> None:
             numbers = " ".join(repr(entry[name]) for name in ("loss", "grad_norm") if name in entry)
             print(f"\nloss {rank} {step} {numbers}\n", end="", flush=True)
     for model in (trainer.model_wrapped, *([trainer.ref_model] if "ref_model" in others else ())):
-        kinds = [
-            kind for kind in type(model).__mro__ if kind.__name__.startswith(("FSDPModule", "FullySharded"))
-        ]
+        kinds = [kind for kind in type(model).__mro__ if kind.__name__.startswith(("FSDPModule", "FullySharded"))]
         print(f"\nclass {kinds[0].__module__}\n", end="", flush=True)
 
 

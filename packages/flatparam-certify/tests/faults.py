@@ -442,9 +442,7 @@ class ByColumns(ByHand):
         down.register_parameter("bias", None)
         module.shared = bias
         up.register_forward_pre_hook(lambda _, args: _ForTp.apply(args[0], self.group, self.backward_dtype))
-        down.register_forward_hook(
-            lambda _, args, output: _SumOverTp.apply(output, self.group, torch.float32) + bias
-        )
+        down.register_forward_hook(lambda _, args, output: _SumOverTp.apply(output, self.group, torch.float32) + bias)
 
     def finish(self) -> None:
         """Each rank has the gradients of its part, and whole ones of the rest."""

@@ -104,9 +104,7 @@ def test_formats_of_sums_are_told_apart(dtype: torch.dtype, shown: str) -> None:
             ("low-precision", text, [0, 1, 2, 3])
         ]
     once = (wanted.total * 3).to(dtype).float() / 3
-    assert told(Doctor(wanted, mesh).diagnoses([once] * 4, [True] * 4)) == [
-        ("low-precision", text, [0, 1, 2, 3])
-    ]
+    assert told(Doctor(wanted, mesh).diagnoses([once] * 4, [True] * 4)) == [("low-precision", text, [0, 1, 2, 3])]
 
 
 def test_a_dimension_that_is_not_reduced() -> None:
@@ -147,9 +145,7 @@ def test_gradients_of_others_and_of_before() -> None:
     """The gradient of another parameter, and that of the step before, are recognised."""
     wanted, other, before = expected(), torch.randn(40).double(), torch.randn(40)
     doctor = Doctor(wanted, TWO, before, {"other.weight": other})
-    assert [each.text for each in doctor.diagnoses([other.float()] * 2, [True] * 2)] == [
-        "the gradient of other.weight"
-    ]
+    assert [each.text for each in doctor.diagnoses([other.float()] * 2, [True] * 2)] == ["the gradient of other.weight"]
     stale = (wanted.total + before).float()
     assert [each.code for each in doctor.diagnoses([stale] * 2, [True] * 2)] == ["stale"]
 
@@ -206,9 +202,7 @@ def test_settings() -> None:
 
 def test_a_certificate_of_nothing() -> None:
     """If no setting was run, it says so, and is not right."""
-    nothing = Certificate(
-        "mine", "case", 0, {"weight": (2, 3)}, (CertifiedRun("dp_shard=2", "bf16", "for a reason"),)
-    )
+    nothing = Certificate("mine", "case", 0, {"weight": (2, 3)}, (CertifiedRun("dp_shard=2", "bf16", "for a reason"),))
     assert not nothing.is_right
     assert "not run for a reason (1)" in nothing.table()
     assert nothing.table().endswith("nothing was run: this says nothing\n")

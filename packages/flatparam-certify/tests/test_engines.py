@@ -44,21 +44,17 @@ def test_one_process_beside_itself() -> None:
     assert found.is_right
     alone = [run for run in found.runs if "1 micro-batch" in run.setting]
     assert {how for run in alone for how, _ in run.agreements.values()} == {"equal"}
-    assert {run.skipped for run in found.runs if "with no_sync" in run.setting} == {
-        "with no_sync: the engine has none"
-    }
+    assert {run.skipped for run in found.runs if "with no_sync" in run.setting} == {"with no_sync: the engine has none"}
 
 
 @pytest.mark.processes
 def test_torch_fsdp1_with_shard_groups_of_one() -> None:
     """FSDP1 takes a shard group of one rank for a world of one rank, and does not reduce over the copies."""
-    found = certify(
-        programs.CASE, "torch-fsdp1", "dp_replicate=2", precisions=["fp32"], optimizers=["sgd"], steps=1
-    )
+    found = certify(programs.CASE, "torch-fsdp1", "dp_replicate=2", precisions=["fp32"], optimizers=["sgd"], steps=1)
     told = {(each.code, each.text) for each in found.findings if each.setting.startswith("1 micro-batch,")}
-    assert told == {
-        ("not-reduced", "not reduced over dp_replicate: each rank has a part, and their sum is right")
-    }, found.table()
+    assert told == {("not-reduced", "not reduced over dp_replicate: each rank has a part, and their sum is right")}, (
+        found.table()
+    )
 
 
 @pytest.mark.processes

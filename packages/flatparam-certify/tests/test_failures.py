@@ -64,9 +64,7 @@ def test_an_engine_that_fails(
     if not ranks:
         monkeypatch.setattr(watched_ranks, "_GRACE_SECONDS", PATIENCE)
     found = certificate_of(engine)
-    assert {(each.about, each.code, each.ranks, each.text) for each in found.findings} == {
-        ("run", code, ranks, text)
-    }
+    assert {(each.about, each.code, each.ranks, each.text) for each in found.findings} == {("run", code, ranks, text)}
     # Where every rank fails alike, the world goes on.
     assert len(found.findings) == (6 if code == "raised" and not ranks else 2)
     assert "wrong: " in found.table()

@@ -50,9 +50,7 @@ FAULTS = (
     Fault(faults.SummedInBf16, "dp_shard=2", "low-precision", "summed in bf16"),
     Fault(faults.TpSumsInBf16, "tp=2", "low-precision", "", NORM),
     Fault(faults.DividedByMicroBatches, "dp_shard=2", "factor", "1/3 (1/the number of micro-batches) times"),
-    Fault(
-        faults.NoSyncWithoutEffect, "dp_shard=2", "no-sync-without-effect", "without effect", ("",), "no_sync"
-    ),
+    Fault(faults.NoSyncWithoutEffect, "dp_shard=2", "no-sync-without-effect", "without effect", ("",), "no_sync"),
     Fault(
         faults.ReplicasNotReduced,
         "dp_replicate=2,dp_shard=2",
@@ -65,9 +63,7 @@ FAULTS = (
         "not-reduced",
         "not reduced over dp_replicate: each rank has its own",
     ),
-    Fault(
-        faults.NormOfTpNotReduced, "tp=2", "not-reduced", "not reduced over tp: each rank has a part", NORM
-    ),
+    Fault(faults.NormOfTpNotReduced, "tp=2", "not-reduced", "not reduced over tp: each rank has a part", NORM),
     Fault(faults.Summed, "dp_shard=2", "factor", "2 (the size of dp_shard) times"),
     Fault(faults.SummedOverCp, "cp=2", "factor", "2 (the size of cp) times"),
     Fault(faults.WithoutRankOne, "dp_shard=3", "rank-missing", "the data of data rank 1 is not in the sum"),

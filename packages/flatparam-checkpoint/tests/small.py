@@ -58,10 +58,7 @@ class SmallRun:
     def state(self) -> list[torch.Tensor]:
         """All numbers."""
         states = [values[name] for values in self.optimizer.state.values() for name in sorted(values)]
-        return [
-            tensor.detach().clone()
-            for tensor in (*self.model.parameters(), *states, self.generator.get_state())
-        ]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *states, self.generator.get_state())]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -50,9 +50,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ),
     ],
 )
-def test_wrong_arguments(
-    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     """The message says what was expected and what was found; no directory is made."""
     with pytest.raises(error) as raised:
         Checkpointer(tmp_path / "run", ranks=SingleCollectives(), **arguments)

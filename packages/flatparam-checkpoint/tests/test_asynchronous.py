@@ -48,9 +48,7 @@ def test_training_goes_on_while_it_is_written(use_orig_params: bool, tmp_path: P
         gate = Gate()
         expected = full_state(model, optimizer)
         extra = {"order": torch.arange(3)}
-        checkpointer = Checkpointer(
-            tmp_path, model, optimizer, ranks=world, asynchronous=True, on_moment=gate
-        )
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, asynchronous=True, on_moment=gate)
         checkpointer.save(3, extra=extra)
         assert gate.reached.wait(PATIENCE)
         setup.train(model, optimizer, range(3, 6))
@@ -97,9 +95,7 @@ def test_a_failure_surfaces_at_the_next_call(call: str, tmp_path: Path) -> None:
 
     def run(world: Collectives) -> None:
         model, optimizer = SETUP.build(world)
-        checkpointer = Checkpointer(
-            tmp_path, model, optimizer, ranks=world, asynchronous=True, on_moment=fail
-        )
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, asynchronous=True, on_moment=fail)
         checkpointer.save(1)
         checkpointer.wait()
         armed.append(1)
@@ -195,18 +191,13 @@ raise SystemExit(7)
 def test_a_failing_program_ends(tmp_path: Path) -> None:
     """A program that fails without closing its checkpointer does not wait for other ranks for ever."""
     assert (
-        subprocess.run(
-            [sys.executable, "-c", ENDLESS.format(seconds=4 * PATIENCE)], timeout=PATIENCE
-        ).returncode
-        == 7
+        subprocess.run([sys.executable, "-c", ENDLESS.format(seconds=4 * PATIENCE)], timeout=PATIENCE).returncode == 7
     )
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close", "load"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_memory_to_stage_on_one_rank(
-    rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_to_stage_on_one_rank(rank: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The `save` returns on every rank, the next call raises on every rank and says which one, and the next save works."""
     staged, armed = Contribution.staged, threading.local()
 
@@ -302,9 +293,7 @@ if end == "committed":
         (1, "committed", 0, ""),
     ],
 )
-def test_the_survivor_of_a_save_does_not_exit_with_0(
-    rank: int, end: str, code: int, said: str, tmp_path: Path
-) -> None:
+def test_the_survivor_of_a_save_does_not_exit_with_0(rank: int, end: str, code: int, said: str, tmp_path: Path) -> None:
     """A program that ends with a save under way, whose other rank is gone, says so and ends with an exit code of 1."""
     command = [sys.executable, "-c", SURVIVOR, str(tmp_path), str(rank), end]
     found = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True)

@@ -225,9 +225,7 @@ def test_a_bad_manifest_falls_back_to_the_checkpoint_before(two: Path) -> None:
         checkpointer = Checkpointer(two, model, optimizer, ranks=world)
         with pytest.raises(CheckpointError, match=r"step-00000005.manifest.json: damaged"):
             checkpointer.load(5)
-        with pytest.raises(
-            CheckpointError, match=r"a checkpoint of step 4, found none.*there are those of \[3, 5\]"
-        ):
+        with pytest.raises(CheckpointError, match=r"a checkpoint of step 4, found none.*there are those of \[3, 5\]"):
             checkpointer.load(4)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -112,9 +112,7 @@ class Blockwise(torch.optim.Optimizer):
                     flat = parameter.detach().reshape(-1)
                     self.state[parameter] = {
                         "code": parameter.detach().to(torch.int8),
-                        "absmax": torch.cat(
-                            [block.abs().amax(0, keepdim=True) for block in flat.split(4)] * self.scale
-                        )
+                        "absmax": torch.cat([block.abs().amax(0, keepdim=True) for block in flat.split(4)] * self.scale)
                         if flat.numel()
                         else torch.zeros(0),
                     }
@@ -189,9 +187,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
                     assert torch.equal(mine["state"][number][key], value)
         for key, value in model_state_dict(model).items():
             assert torch.equal(model_state_dict(other)[key], value)
-        with pytest.raises(
-            CheckpointError, match=r"no state of an optimizer at 'optimizer'.*\['biases', 'matrices'\]"
-        ):
+        with pytest.raises(CheckpointError, match=r"no state of an optimizer at 'optimizer'.*\['biases', 'matrices'\]"):
             Checkpointer(tmp_path, other, others["biases"], ranks=world).load()
         with pytest.raises(CheckpointError, match="no state of an optimizer at 'optimizer/other'"):
             Checkpointer(tmp_path, other, {"other": others["biases"]}, ranks=world).load()
@@ -250,9 +246,7 @@ def test_two_tensors_for_a_tied_parameter(tmp_path: Path, same: bool) -> None:
     before = tied.first.weight.detach().clone()
     with Checkpointer(tmp_path, tied, ranks=ALONE) as checkpointer:
         if not same:
-            with pytest.raises(
-                CheckpointError, match=r"different values for 'first\.weight' and 'second\.weight'"
-            ):
+            with pytest.raises(CheckpointError, match=r"different values for 'first\.weight' and 'second\.weight'"):
                 checkpointer.load()
             assert torch.equal(tied.first.weight, before)
         checkpointer.load(strict=same)

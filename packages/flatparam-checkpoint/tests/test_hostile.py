@@ -49,9 +49,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("saved_by", ["pickle", "torch"])
 @pytest.mark.parametrize("slot", SLOTS)
-def test_a_pickle_in_each_files_place_runs_nothing(
-    slot: str, saved_by: str, root: Path, tmp_path: Path
-) -> None:
+def test_a_pickle_in_each_files_place_runs_nothing(slot: str, saved_by: str, root: Path, tmp_path: Path) -> None:
     """The canary stays unborn, in loading, verifying and reading."""
     canary = tmp_path / "canary"
     if saved_by == "pickle":
@@ -142,9 +140,7 @@ def test_mutated_files(tmp_path: Path) -> None:
             header = read_header(path)
         except CheckpointError:
             continue
-        assert (
-            sum(stored.nbytes for stored in header.tensors.values()) == header.file_nbytes - header.data_start
-        )
+        assert sum(stored.nbytes for stored in header.tensors.values()) == header.file_nbytes - header.data_start
 
 
 def test_mutated_sealed_bytes(root: Path) -> None:
@@ -171,9 +167,7 @@ REPLACEMENTS: list[Any] = [None, -1, 2**70, 1.5, True, "", "x" * 32, "../../etc/
                            0, 1, 10**9, {"$dict": [[{"$dict": []}, 1]]}, {"$inline": ["float32", [2**40], ""]}, "complex128"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "manifests", [FUZZED_MANIFESTS // 5, pytest.param(FUZZED_MANIFESTS, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("manifests", [FUZZED_MANIFESTS // 5, pytest.param(FUZZED_MANIFESTS, marks=pytest.mark.long)])
 def test_resealed_manifests(manifests: int, root: Path) -> None:
     """Manifests that lie, with a right hash: a CheckpointError, or a load that is none the worse; memory stays small."""
     path = root / SLOTS[1]

@@ -146,9 +146,7 @@ def test_in_a_checkpoint(name: str, kind: str, root: Path, victim: Path) -> None
     MADE[kind](root / name, victim)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(
-            CheckpointError, match="expected the .* bytes" if name == RANK_FILE else "checkpoint"
-        ):
+        with pytest.raises(CheckpointError, match="expected the .* bytes" if name == RANK_FILE else "checkpoint"):
             SmallRun(root).resume()
     if name == RANK_FILE:
         assert not verify_checkpoint(root).is_sound
@@ -168,9 +166,7 @@ def test_in_place_of_the_directory(place: str, found: str, victim: Path, tmp_pat
     victim.rename(tmp_path / "file")
     checkpointer = Checkpointer(tmp_path / place, nn.Linear(2, 2), ranks=SingleCollectives())
     for deed in (lambda: checkpointer.save(1), checkpointer.load, checkpointer.steps, checkpointer.latest):
-        with pytest.raises(
-            CheckpointError, match=f"expected a directory, or nothing, found {found} here or above"
-        ):
+        with pytest.raises(CheckpointError, match=f"expected a directory, or nothing, found {found} here or above"):
             deed()
     assert (tmp_path / "file").read_text() == "three years of work"
     assert not (tmp_path / "nothing").exists()

@@ -135,9 +135,7 @@ def check_whole(root: Path) -> int:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "moment", [Moment.FILE_OPENED, Moment.PIECE_WRITTEN, Moment.FILE_SYNCED, Moment.REPORTED]
-)
+@pytest.mark.parametrize("moment", [Moment.FILE_OPENED, Moment.PIECE_WRITTEN, Moment.FILE_SYNCED, Moment.REPORTED])
 def test_a_rank_dies_while_it_writes(moment: Moment, rank: int, asynchronous: bool, tmp_path: Path) -> None:
     """Two processes; one dies at its third save: the second checkpoint loads on both ranks, and the run goes on."""
     kill = KillAt(moment, 3)

@@ -126,9 +126,7 @@ def test_a_damaged_checkpoint_in_the_way(how: str, tmp_path: Path) -> None:
     run = SmallRun(root)
     run.checkpointer.load(5)
     run.step = 5
-    with pytest.warns(
-        UserWarning, match=r"step 10 in .* is damaged, and is saved again.*step-00000010\.damaged-"
-    ):
+    with pytest.warns(UserWarning, match=r"step 10 in .* is damaged, and is saved again.*step-00000010\.damaged-"):
         run.train(10)
     run.checkpointer.close()
     (aside,) = root.glob("step-00000010.damaged-*")
@@ -238,9 +236,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_set_aside(
         return function(first, *arguments)
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(
-        CheckpointError, match=rf"{name}: cannot be .*: {os.strerror(error)}; its contents may be"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be .*: {os.strerror(error)}; its contents may be"):
         run.train(5)
     monkeypatch.undo()
     assert not list(root.glob("*.damaged-*"))

@@ -34,17 +34,13 @@ def save_files(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collec
         checkpointer.save(3)
 
 
-def save_in_the_background(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collectives, path: Path
-) -> None:
+def save_in_the_background(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Collectives, path: Path) -> None:
     with Checkpointer(path, model, optimizer, ranks=ranks, asynchronous=True) as checkpointer:
         checkpointer.save(3)
 
 
 @pytest.mark.parametrize("save", [save_files, save_in_the_background])
-@pytest.mark.parametrize(
-    ("make", "lacks"), [(lacking_a_parameter, "does not hold"), (lacking_a_step, "has no state")]
-)
+@pytest.mark.parametrize(("make", "lacks"), [(lacking_a_parameter, "does not hold"), (lacking_a_step, "has no state")])
 def test_a_hole_is_refused(
     make: Callable[..., torch.optim.Optimizer],
     lacks: str,

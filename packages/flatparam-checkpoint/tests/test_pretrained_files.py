@@ -72,9 +72,7 @@ def test_a_sharded_model_is_loaded_without_the_wrapper(
         assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
 
 
-def test_a_model_that_is_not_sharded_takes_the_wrapper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_not_sharded_takes_the_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is not installed, every rank says what to install, before a file is opened."""
     monkeypatch.setitem(sys.modules, "flatparam", None)
 

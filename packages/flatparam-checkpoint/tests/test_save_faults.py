@@ -54,9 +54,7 @@ def test_a_full_disk_on_one_rank(moment: Moment, rank: int, asynchronous: bool, 
     def run(world: Collectives) -> str:
         model, optimizer = SETUP.build(world)
         fail = FailAt(moment)
-        checkpointer = Checkpointer(
-            tmp_path, model, optimizer, ranks=world, asynchronous=asynchronous, on_moment=fail
-        )
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, asynchronous=asynchronous, on_moment=fail)
         checkpointer.save(1)
         checkpointer.wait()
         SETUP.train(model, optimizer, range(1))
@@ -137,9 +135,7 @@ def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
         for step in (15, 20):
-            with pytest.warns(
-                UserWarning, match="is saved, but older ones could not be deleted.*not permitted"
-            ):
+            with pytest.warns(UserWarning, match="is saved, but older ones could not be deleted.*not permitted"):
                 run.train(step)
     assert run.checkpointer.steps() == [5, 15, 20]
     run.train(25)
@@ -153,9 +149,7 @@ def test_training_goes_on_with_a_warning(tmp_path: Path) -> None:
     def run(world: Collectives) -> Any:
         model, optimizer = SETUP.build(world)
         fail = FailAt(Moment.PIECE_WRITTEN)
-        checkpointer = Checkpointer(
-            tmp_path, model, optimizer, ranks=world, on_save_error="warn", on_moment=fail
-        )
+        checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=world, on_save_error="warn", on_moment=fail)
         fail.armed = world.rank == 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -167,9 +161,7 @@ def test_training_goes_on_with_a_warning(tmp_path: Path) -> None:
     assert run_threads(2, run) == [(None, tmp_path / "step-00000002")] * 2
     fail = FailAt(Moment.PREPARED)
     fail.armed = True
-    with pytest.warns(
-        UserWarning, match="a save has failed, and the program goes on: rank 0: .*No space left"
-    ):
+    with pytest.warns(UserWarning, match="a save has failed, and the program goes on: rank 0: .*No space left"):
         assert Checkpointer(tmp_path, ranks=ALONE, on_save_error="warn", on_moment=fail).save(3) is None
 
 
@@ -189,9 +181,7 @@ def test_loading_goes_on_with_a_warning(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 300 kB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip("may not mount a tmpfs here")
     yield tmp_path
@@ -232,9 +222,7 @@ def test_a_disk_that_fills_up_while_writing(tiny_disk: Path) -> None:
     checkpointer = Checkpointer(tiny_disk / "run", model, ranks=ALONE, on_moment=take_it)
     checkpointer.save(1)
     armed.append(True)
-    with pytest.raises(
-        CheckpointError, match=r"rank 0: .*No space left on device: this rank needs \d.* are free"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left on device: this rank needs \d.* are free"):
         checkpointer.save(2)
     assert names(tiny_disk / "run") == ["latest", "lock", "step-00000001"]
     assert verify_checkpoint(tiny_disk / "run").is_sound

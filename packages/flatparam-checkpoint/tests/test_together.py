@@ -266,9 +266,7 @@ def test_an_interrupt_while_loading(
 
 
 def shard(model: nn.Module, topology: Topology) -> nn.Module:
-    plan = UnitPlan(
-        topology, free_after_forward=True, free_after_unsynced_backward=True, use_orig_params=False
-    )
+    plan = UnitPlan(topology, free_after_forward=True, free_after_unsynced_backward=True, use_orig_params=False)
     shard_module(model, plan)
     return model
 
@@ -349,9 +347,7 @@ def test_units_over_several_groups(tmp_path: Path) -> None:
         for layer, group in zip(model, held, strict=False):
             shard(layer, Topology(group))
         if len(held) == 2:
-            with pytest.raises(
-                ValueError, match=r"found '0' over 2 and '1' over a different group of 2; pass ranks="
-            ):
+            with pytest.raises(ValueError, match=r"found '0' over 2 and '1' over a different group of 2; pass ranks="):
                 Checkpointer(tmp_path, model)
         shard(model[2], Topology(world))
         assert repr(Checkpointer(tmp_path, model)).endswith(f"rank {world.rank} of 3)")

@@ -109,9 +109,7 @@ def test_only_what_is_needed_is_read() -> None:
     found = read(joined([UnreadTensor(each) for each in noted]), 2 * one - 20, 3 * one + 50)
     assert torch.equal(found, joined(tensors).reshape(-1)[2 * one - 20 : 3 * one + 50])
     # The end of the first of the second half, all of the second of the first, and the beginning of its other half.
-    by_tensor = {
-        number: sum(span.numel for span in each.spans) for number, each in enumerate(noted) if each.spans
-    }
+    by_tensor = {number: sum(span.numel for span in each.spans) for number, each in enumerate(noted) if each.spans}
     assert by_tensor == {4: 20, 1: one, 5: 50}
 
 

@@ -32,7 +32,5 @@ def leftovers_do_not_count() -> Iterator[None]:
     before = find()
     known = {id(each) for each in before}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            installing, "_wrapped_by_torch", lambda: [each for each in find() if id(each) not in known]
-        )
+        patch.setattr(installing, "_wrapped_by_torch", lambda: [each for each in find() if id(each) not in known])
         yield

@@ -54,20 +54,14 @@ class ToSave(nn.Module):
         return {name: state[f"modules_to_save.{adapter}.{name}"] for name in own}
 
     def adapter_state_dict_load_map(self, adapter: str) -> dict[str, str]:
-        return {
-            name: f"modules_to_save.{adapter}.{name}" for name in self.modules_to_save[adapter].state_dict()
-        }
+        return {name: f"modules_to_save.{adapter}.{name}" for name in self.modules_to_save[adapter].state_dict()}
 
 
 def _get_with_modules(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, ToSave):
-            own = {
-                key.removeprefix(f"{name}."): value
-                for key, value in state.items()
-                if key.startswith(f"{name}.")
-            }
+            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
             found |= {f"{name}.{key}": value for key, value in module.adapter_state_dict("mine", own).items()}
     return found
 
@@ -165,10 +159,7 @@ def test_a_full_state_is_loaded_on_all_ranks(peft: Any) -> None:
         only = flatparam.FullStateDictConfig(rank0_only=True)
         results = []
         for everywhere in (True, False):
-            given = {
-                f"model.{place}.lora.weight": torch.full((3, 3), place + 5.0 + everywhere)
-                for place in range(2)
-            }
+            given = {f"model.{place}.lora.weight": torch.full((3, 3), place + 5.0 + everywhere) for place in range(2)}
             with flatparam.FullyShardedDataParallel.state_dict_type(model, kind, only):
                 peft.set_peft_model_state_dict(model, given if everywhere or world.rank == 0 else {})
                 # The form is as it was.
@@ -203,9 +194,7 @@ def test_modules_that_are_saved_whole(peft: Any, rank0_only: bool, use_orig_para
 
     def collect_and_load(world: Any) -> Any:
         model, only = make(world), flatparam.FullStateDictConfig(rank0_only=rank0_only)
-        with flatparam.FullyShardedDataParallel.state_dict_type(
-            model, flatparam.StateDictType.FULL_STATE_DICT, only
-        ):
+        with flatparam.FullyShardedDataParallel.state_dict_type(model, flatparam.StateDictType.FULL_STATE_DICT, only):
             whole = model.state_dict()
             found = peft.get_peft_model_state_dict(model, whole)
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -218,9 +207,7 @@ def test_modules_that_are_saved_whole(peft: Any, rank0_only: bool, use_orig_para
         after = model.state_dict()
         for place in range(2):
             assert "adapter_state_dict" not in vars(model.module[place])
-        return sorted(found), {
-            name: value.unique().tolist() for name, value in after.items() if "to_save" in name
-        }
+        return sorted(found), {name: value.unique().tolist() for name, value in after.items() if "to_save" in name}
 
     collected = [
         *(
@@ -284,9 +271,7 @@ class BaseTuner(nn.Module):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
-def test_an_adapter_is_merged_in_full_and_not_unloaded(
-    use_orig_params: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_merged_in_full_and_not_unloaded(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merging parts, or taking an adapter out of shards, is refused with what to do; merging full weights works."""
     home = types.ModuleType("peft.tuners.tuners_utils")
     # Without the guards of tests before.

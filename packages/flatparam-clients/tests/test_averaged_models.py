@@ -132,9 +132,7 @@ def test_an_average_of_an_early_copy(way: str, callback: Any) -> None:
         model = WAYS[way](model, world)
         inner = getattr(model, "module", model)
         before = [each.clone() for each in (*average.parameters(), *model.parameters())]
-        expected = (
-            r"rank \d: {}\(\): .*before the model was sharded.*'0.weight' in the shape \(8, 8\).*ShardedEMA"
-        )
+        expected = r"rank \d: {}\(\): .*before the model was sharded.*'0.weight' in the shape \(8, 8\).*ShardedEMA"
         with pytest.raises(FlatParamError, match=expected.format("AveragedModel.update_parameters")):
             average.update_parameters(model)
         with pytest.raises(FlatParamError, match=expected.format("WeightAveraging._swap_models")):

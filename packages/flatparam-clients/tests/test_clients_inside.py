@@ -228,9 +228,7 @@ def test_what_a_shard_holds() -> None:
         found = []
         for handle in of_torch("_traversal_utils", "_get_fsdp_handles")(model):
             flat_param = handle.flat_param
-            parts = zip(
-                flat_param._params, flat_param._param_infos, flat_param._shard_param_infos, strict=True
-            )
+            parts = zip(flat_param._params, flat_param._param_infos, flat_param._shard_param_infos, strict=True)
             for fqn, (param, (name, module, _), part) in zip(flat_param._fqns, parts, strict=True):
                 assert module._parameters[name] is param
                 if not part.in_shard:
@@ -311,9 +309,7 @@ def test_unsharding_by_hand(use_orig_params: bool) -> None:
         assert model[0].module.weight.shape == (5, 3) == seeded(mlp)[0].weight.shape
         handle._use_unsharded_views(as_params=True)
         handle._setattr_tensor(model[0].module, "weight", model[0].module.weight)
-        with pytest.raises(
-            FlatParamError, match=r"'weight' cannot be given a different tensor.*summon_full_params"
-        ):
+        with pytest.raises(FlatParamError, match=r"'weight' cannot be given a different tensor.*summon_full_params"):
             handle._setattr_tensor(model[0].module, "weight", torch.ones(5, 3))
         handle.reshard(True)
         assert handle.needs_unshard()
@@ -324,9 +320,7 @@ def test_unsharding_by_hand(use_orig_params: bool) -> None:
         assert torch.equal(model[0].module.weight, seeded(mlp)[0].weight)
         handle._free_unsharded_flat_param()
         assert handle.flat_param._full_param_padded.untyped_storage().size() == 0
-        of_torch("_runtime_utils", "_unshard")(
-            model[0], handle, model._unshard_stream, model._pre_unshard_stream
-        )
+        of_torch("_runtime_utils", "_unshard")(model[0], handle, model._unshard_stream, model._pre_unshard_stream)
         of_torch("_runtime_utils", "_reshard")(model[0], handle, True)
         model(batch()).sum().backward()
 
@@ -340,9 +334,7 @@ def test_a_part_that_is_shown_by_hand() -> None:
         model = wrapped(use_orig_params=False)
         for handle in model._all_handles:
             flat_param = handle.flat_param
-            for part, (name, module, _) in zip(
-                flat_param._shard_param_infos, flat_param._param_infos, strict=True
-            ):
+            for part, (name, module, _) in zip(flat_param._shard_param_infos, flat_param._param_infos, strict=True):
                 shown = torch.empty(0)
                 if part.in_shard:
                     shown = flat_param[part.offset_in_shard : part.offset_in_shard + part.numel_in_shard]
@@ -373,9 +365,7 @@ def test_a_method_of_handles_that_is_replaced() -> None:
     """Who replaces `FlatParamHandle.unshard` is told what to register instead; nothing is replaced."""
     handle = of_torch("_flat_param", "FlatParamHandle")
     before = handle.unshard
-    with pytest.raises(
-        FlatParamError, match=r"FlatParamHandle\.unshard cannot be replaced.*stage='all_gather'"
-    ):
+    with pytest.raises(FlatParamError, match=r"FlatParamHandle\.unshard cannot be replaced.*stage='all_gather'"):
         handle.unshard = lambda self: None
     assert handle.unshard is before
 

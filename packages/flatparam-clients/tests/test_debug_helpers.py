@@ -82,9 +82,7 @@ def test_ranks_that_are_threads_have_a_stopwatch_each() -> None:
 
 
 @pytest.mark.parametrize("level", ["INFO", "OFF"])
-def test_stopwatch_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: str
-) -> None:
+def test_stopwatch_report(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: str) -> None:
     """S-124: rank 0 logs what was measured where TORCH_DISTRIBUTED_DEBUG=INFO, and it is forgotten either way."""
     monkeypatch.setattr(
         "torch.distributed.get_debug_level",
@@ -173,9 +171,7 @@ def traced(utils: Any, model: nn.Module) -> Any:
         names[info.curr_module],
         [names[module] for module in info.module_forward_order],
         {
-            names[module]: [
-                (names[usage.module], [name for name, _ in usage.named_params]) for usage in usages
-            ]
+            names[module]: [(names[usage.module], [name for name, _ in usage.named_params]) for usage in usages]
             for module, usages in info.module_to_param_usage_infos.items()
         },
         [parameters[parameter] for parameter in info.param_forward_order],

@@ -93,9 +93,7 @@ def test_no_name_of_fsdp2_is_taken() -> None:
 def test_each_name_is_ours(installed: flatparam.Installation) -> None:
     """Each name of FSDP1's, where programs take it from, is the object of ours."""
     names = fsdp1_names()
-    assert [
-        str(each) for each in names if inspect.unwrap(_found(each)) is not inspect.unwrap(each.ours)
-    ] == []
+    assert [str(each) for each in names if inspect.unwrap(_found(each)) is not inspect.unwrap(each.ours)] == []
     assert len(names) > 60
 
 
@@ -186,9 +184,7 @@ def test_modules_that_imported_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that took the names before, under whatever names, has ours; what else it holds stays."""
     early = types.ModuleType("a_client")
     exec("from torch.distributed.fsdp import *; from torch.distributed import fsdp as F", vars(early))
-    exec(
-        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType as T", vars(early)
-    )
+    exec("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType as T", vars(early))
     client: Any = early
     monkeypatch.setitem(sys.modules, "a_client", early)
     monkeypatch.setitem(sys.modules, "no_module", 3)
@@ -415,13 +411,9 @@ def test_other_wrappers_refuse_ours(torch_world: None) -> None:
 
     `fully_shard` has put a parameter of its own in the flat one's place by then, which the next pass refuses.
     """
-    model = OURS(
-        nn.Sequential(nn.Linear(2, 2)), ALONE, auto_wrap_policy=flatparam.wrap.ModuleWrapPolicy({nn.Linear})
-    )
+    model = OURS(nn.Sequential(nn.Linear(2, 2)), ALONE, auto_wrap_policy=flatparam.wrap.ModuleWrapPolicy({nn.Linear}))
     before: dict[str, Tensor] = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: DistributedDataParallel was given.*flatparam\.install\(\) before"
-    ):
+    with pytest.raises(RuntimeError, match=r"rank 0: DistributedDataParallel was given.*flatparam\.install\(\) before"):
         nn.parallel.DistributedDataParallel(model)
     refused = r"torch's FSDP1 or fully_shard was given.*flatparam\.install\(\) before"
     with pytest.raises(RuntimeError, match=refused):
@@ -430,8 +422,6 @@ def test_other_wrappers_refuse_ours(torch_world: None) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     with pytest.raises(RuntimeError, match=refused):
         package.fully_shard(model)
-    with pytest.raises(
-        RuntimeError, match="the flat parameter '_flat_param'.*was replaced by another object"
-    ):
+    with pytest.raises(RuntimeError, match="the flat parameter '_flat_param'.*was replaced by another object"):
         model(torch.ones(1, 2))
     assert hasattr(model, "_ddp_params_and_buffers_to_ignore")

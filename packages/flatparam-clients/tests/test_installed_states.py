@@ -175,9 +175,7 @@ def checkpoints(ranks: Collectives, folder: Path) -> None:
                 kind = package.StateDictType.SHARDED_STATE_DICT
                 with wrapper.state_dict_type(model, kind):
                     model.load_state_dict(there["model"])
-                    optimizer.load_state_dict(
-                        wrapper.optim_state_dict_to_load(model, optimizer, there["optimizer"])
-                    )
+                    optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, there["optimizer"]))
                 assert stepped(model, optimizer, ranks) == expected
 
 
@@ -287,16 +285,13 @@ def optimizer_alone(ranks: Collectives) -> None:
         for wrap in (plain, ddp, fsdp2, fsdp1):
             models = [wrap(nn.Linear(3, 4)) for _ in range(2)]
             optimizers = [
-                torch.optim.Adam(model.parameters(), lr=rate)
-                for model, rate in zip(models, (0.1, 0.2), strict=True)
+                torch.optim.Adam(model.parameters(), lr=rate) for model, rate in zip(models, (0.1, 0.2), strict=True)
             ]
             models[0](torch.ones(2, 3)).sum().backward()
             optimizers[0].step()
             _, state = functions.get_state_dict(models[0], optimizers[0])
             before = [parameter.detach().clone() for parameter in models[1].parameters()]
-            found = functions.set_state_dict(
-                models[1], optimizers[1], model_state_dict={}, optim_state_dict=state
-            )
+            found = functions.set_state_dict(models[1], optimizers[1], model_state_dict={}, optim_state_dict=state)
             assert not any(found), wrap.__name__
             assert optimizers[1].param_groups[0]["lr"] == 0.1, wrap.__name__
             assert len(optimizers[1].state) == len(optimizers[0].state) > 0, wrap.__name__

@@ -150,9 +150,7 @@ def test_the_facts_of_a_flat_parameter_are_torchs(torch_world: None, use_orig_pa
             name: list(getattr(flat_param, name))
             for name in ("_fqns", "_shapes", "_strides", "_contiguities", "_numels")
         }
-        found |= {
-            name: list(getattr(flat_param, name)) for name in ("_numels_with_padding", "_is_padding_mask")
-        }
+        found |= {name: list(getattr(flat_param, name)) for name in ("_numels_with_padding", "_is_padding_mask")}
         sizes = ("_sharded_size", "_unpadded_unsharded_size")
         found |= {name: getattr(flat_param, name) for name in sizes}
         return found | {"modules": len(flat_param._modules), "params": flat_param._num_params}

@@ -133,9 +133,7 @@ class Run:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
-def uninterrupted(
-    ranks: Collectives, folder: Path, kind: str, originals: bool, saved: int
-) -> tuple[Any, Any]:
+def uninterrupted(ranks: Collectives, folder: Path, kind: str, originals: bool, saved: int) -> tuple[Any, Any]:
     """Its losses after it was saved, and its last weights."""
     run = Run(kind, originals)
     run.train(0, saved)

@@ -72,9 +72,7 @@ def test_every_method_of_fsdp2_is_there(torch_world: None) -> None:
             "set_symm_mem_for_comm",
             "finalize_backward",
         ):
-            with pytest.raises(
-                FlatParamError, match=rf"rank 0: {name}\(\) of torch's FSDPModule.*fsdp2=False"
-            ):
+            with pytest.raises(FlatParamError, match=rf"rank 0: {name}\(\) of torch's FSDPModule.*fsdp2=False"):
                 getattr(module, name)()
 
 
@@ -144,9 +142,7 @@ def at_the_door(ranks: Collectives) -> None:
     assert not torch.equal(optimizer.state[weight]["exp_avg"].full_tensor(), before)
     optimizer.zero_grad()
     # Parameters that somebody has put in their places give their values, and the faces come back.
-    module[1].weight = nn.Parameter(
-        distribute_tensor(torch.full((2, 5), 3.0), weight.device_mesh, weight.placements)
-    )
+    module[1].weight = nn.Parameter(distribute_tensor(torch.full((2, 5), 3.0), weight.device_mesh, weight.placements))
     first = torch.ones(1, 3) @ weight.full_tensor().t() + module[0].bias.full_tensor()
     torch.testing.assert_close(module(torch.ones(1, 3)), 3 * first.sum().expand(1, 2))
     # Copies.
@@ -225,8 +221,7 @@ def on_meta(ranks: Collectives) -> None:
     shown = module.state_dict()
     assert torch.equal(shown["1.weight"].full_tensor(), torch.zeros(3))
     state = {
-        name: distribute_tensor(value, shown[name].device_mesh, shown[name].placements)
-        for name, value in whole.items()
+        name: distribute_tensor(value, shown[name].device_mesh, shown[name].placements) for name, value in whole.items()
     }
     module.load_state_dict(state, assign=True)
     assert all(torch.equal(p.full_tensor(), whole[name]) for name, p in module.named_parameters())
@@ -320,9 +315,7 @@ def _clipped_beside_plain(world: Collectives, norm_type: float, is_frozen: bool)
             module(torch.ones(2, 3)).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type)
             grads = [each.grad for each in module.parameters() if each.grad is not None]
-            found.append(
-                [norm, *(each.full_tensor() if isinstance(each, DTensor) else each for each in grads)]
-            )
+            found.append([norm, *(each.full_tensor() if isinstance(each, DTensor) else each for each in grads)])
     torch.testing.assert_close(*found)
     return found[0]
 

@@ -95,9 +95,7 @@ _WORLDS = [
         for size in (2, 3)
     ),
     *(
-        pytest.param(
-            World(name, int(name[-1]), "cuda:0"), id=f"{name}-cuda", marks=[pytest.mark.gpu, _NO_GPU]
-        )
+        pytest.param(World(name, int(name[-1]), "cuda:0"), id=f"{name}-cuda", marks=[pytest.mark.gpu, _NO_GPU])
         for name in ("single-1", "threads-2", "threads-3", "early-2", "nccl-1")
     ),
 ]

@@ -76,9 +76,7 @@ WIDE = frozenset({torch.float32, torch.bfloat16})
     st.booleans(),
     st.sampled_from([WIDE, frozenset({torch.float16}), WIDE | {torch.float16}]),
 )
-def test_where_a_mean_is_divided(
-    ranks: int, times: float, in_copy: bool, dtypes: frozenset[torch.dtype]
-) -> None:
+def test_where_a_mean_is_divided(ranks: int, times: float, in_copy: bool, dtypes: frozenset[torch.dtype]) -> None:
     """Both divisions together are by the divisor, and the first is by a power of two; wide dtypes need one."""
     averaging = averaging_over(ranks, ranks * times, dtypes, in_copy=in_copy)
     assert averaging.before * averaging.after == ranks * times
@@ -104,9 +102,7 @@ def test_where_a_mean_is_divided(
         (8, True, torch.float16, (4, 2)),
     ],
 )
-def test_the_places_of_divisions(
-    ranks: int, in_copy: bool, dtype: torch.dtype, expected: tuple[float, float]
-) -> None:
+def test_the_places_of_divisions(ranks: int, in_copy: bool, dtype: torch.dtype, expected: tuple[float, float]) -> None:
     """There is one division if one is enough: in the copy of the gradients, or of the shard."""
     found = averaging_over(ranks, float(ranks), frozenset({dtype}), in_copy=in_copy)
     assert (found.before, found.after) == expected

@@ -86,8 +86,7 @@ def _reduce_scatters(comm: Collectives, device: str) -> None:
             output = torch.zeros(3, dtype=dtype, device=device)
             comm.reduce_scatter(output, full, op=op).wait()
             everyone = [
-                _own(rank, 3 * comm.size, dtype, device)[3 * comm.rank : 3 * comm.rank + 3]
-                for rank in range(comm.size)
+                _own(rank, 3 * comm.size, dtype, device)[3 * comm.rank : 3 * comm.rank + 3] for rank in range(comm.size)
             ]
             assert torch.equal(output, _reduced(comm, everyone, op).to(dtype)), (dtype, op)
             assert torch.equal(full, _own(comm.rank, 3 * comm.size, dtype, device)), (dtype, op)
@@ -143,9 +142,7 @@ def _deals(comm: Collectives, device: str) -> None:
         given_numels = [numel(comm.rank, taker) for taker in ranks]
         given = _own(comm.rank, sum(given_numels), dtype, device)
         output = torch.zeros(sum(output_numels), device=device).to(dtype)
-        comm.all_to_all(
-            output, given, output_numels=output_numels, given_numels=given_numels, label=str(dtype)
-        ).wait()
+        comm.all_to_all(output, given, output_numels=output_numels, given_numels=given_numels, label=str(dtype)).wait()
         expected = []
         for giver in ranks:
             all_given = _own(giver, sum(numel(giver, taker) for taker in ranks), torch.float32, device)

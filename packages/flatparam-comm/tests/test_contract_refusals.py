@@ -36,9 +36,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         r"expected output and shard of one dtype, found torch\.float32 and torch\.float16; cast",
     ),
     "not 1-D": (
-        lambda comm, device: comm.all_gather(
-            torch.zeros(comm.size, device=device), torch.zeros(1, 1, device=device)
-        ),
+        lambda comm, device: comm.all_gather(torch.zeros(comm.size, device=device), torch.zeros(1, 1, device=device)),
         r"expected shard to be 1-D, found shape \(1, 1\); pass shard\.view\(-1\)",
     ),
     "strided gather": (
@@ -64,9 +62,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         r"expected tensor to hold bytes, found a meta tensor; materialise",
     ),
     "one of them meta": (
-        lambda comm, device: comm.all_gather(
-            torch.zeros(comm.size, device=device), torch.zeros(1, device="meta")
-        ),
+        lambda comm, device: comm.all_gather(torch.zeros(comm.size, device=device), torch.zeros(1, device="meta")),
         r"expected shard to hold bytes, found a meta tensor",
     ),
     "foreign slice": (
@@ -78,9 +74,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         r"expected a dtype that can be reduced \(bfloat16, .*uint8\), found torch\.bool; cast",
     ),
     "complex maximum": (
-        lambda comm, device: comm.all_reduce(
-            torch.zeros(2, device=device, dtype=torch.complex64), op=ReduceOp.MAX
-        ),
+        lambda comm, device: comm.all_reduce(torch.zeros(2, device=device, dtype=torch.complex64), op=ReduceOp.MAX),
         r"expected ReduceOp\.SUM for complex numbers, found ReduceOp\.MAX",
     ),
     "numbers for other ranks": (

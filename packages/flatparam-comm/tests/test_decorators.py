@@ -203,9 +203,7 @@ def test_compression_needs_a_dtype_that_can_be_added(dtype: torch.dtype) -> None
 def test_compression_checks_the_callers_arguments() -> None:
     """A bad call is refused in the caller's terms, before anything is cast."""
     compressed = CompressedCollectives(SingleCollectives(), torch.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"expected output\.numel\(\) == 1 ranks \* shard\.numel\(\) == 2, found 3"
-    ):
+    with pytest.raises(ValueError, match=r"expected output\.numel\(\) == 1 ranks \* shard\.numel\(\) == 2, found 3"):
         compressed.all_gather(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="expected tensor to be contiguous"):
         compressed.all_reduce(torch.zeros(2, 2).t())

@@ -88,9 +88,7 @@ def test_without_a_guard_nothing_is_told() -> None:
 @pytest.mark.usefixtures("_nothing_installed")
 def test_without_a_transport_its_name_is_refused() -> None:
     """ "shared_memory" says which add-on is lacking, before anything is made."""
-    with pytest.raises(
-        ModuleNotFoundError, match="add-on flatparam-onehost for 'shared_memory'.*pip install"
-    ):
+    with pytest.raises(ModuleNotFoundError, match="add-on flatparam-onehost for 'shared_memory'.*pip install"):
         resolve_topology("shared_memory")
 
 

@@ -46,8 +46,7 @@ def test_a_mismatch_of_many_ranks() -> None:
         run_threads(64, _different)
     text = str(raised.value.__cause__)
     assert (
-        "in call 0 of the group of ranks [0-63]:\n  ranks 0-54, 56-63 called all_reduce '4' (sum, 4 x float32"
-        in text
+        "in call 0 of the group of ranks [0-63]:\n  ranks 0-54, 56-63 called all_reduce '4' (sum, 4 x float32" in text
     )
     assert "\n  rank 55 called all_reduce '4' (sum, 5 x float32 on cpu)\nmake every rank" in text
     assert len(text) < 400
@@ -58,10 +57,7 @@ def test_a_timeout_of_many_ranks() -> None:
     with pytest.raises(WorldTimeout) as raised:
         run_threads(64, _slow, timeout=BRIEFLY)
     text = str(raised.value)
-    assert (
-        "ranks 0-54 wait for all_reduce '4' (call 0 of the group of ranks [0-63]; not called by [55-63])"
-        in text
-    )
+    assert "ranks 0-54 wait for all_reduce '4' (call 0 of the group of ranks [0-63]; not called by [55-63])" in text
     assert "rank 55 is running " in text
     assert len(text) < 800
 
@@ -85,9 +81,7 @@ def test_few_ranks_are_named_one_by_one() -> None:
     with pytest.raises(
         RankError, match=r"rank 0 waits for all_reduce '4' \(call 0 of the group of ranks \[0, 1\]; not"
     ):
-        run_threads(
-            2, lambda world: None if world.rank else world.all_reduce(torch.ones(4), label="4").wait()
-        )
+        run_threads(2, lambda world: None if world.rank else world.all_reduce(torch.ones(4), label="4").wait())
 
 
 class _Counting(TorchDispatchMode):

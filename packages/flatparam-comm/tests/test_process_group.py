@@ -65,9 +65,7 @@ class _Recorder:
     ],
     ids=["torch 2.11 and 2.12", "torch 2.13"],
 )
-def test_the_names_of_each_torch_version(
-    monkeypatch: Any, names: tuple[str, ...], expected: list[str]
-) -> None:
+def test_the_names_of_each_torch_version(monkeypatch: Any, names: tuple[str, ...], expected: list[str]) -> None:
     """The new names are used if torch has them, and otherwise the old ones."""
     recorder = _Recorder(*names)
     monkeypatch.setattr(c10d_names, "dist", recorder)
@@ -81,9 +79,7 @@ def test_a_torch_without_any_of_the_names_is_named(monkeypatch: Any) -> None:
     """If torch has none of the names, the error lists them, torch's version and what to do."""
     monkeypatch.setattr(c10d_names, "dist", _Recorder())
     group: Any = "group"
-    with pytest.raises(
-        RuntimeError, match=r"one of all_gather_single, all_gather_into_tensor; torch \d.*install"
-    ):
+    with pytest.raises(RuntimeError, match=r"one of all_gather_single, all_gather_into_tensor; torch \d.*install"):
         c10d_names.all_gather(torch.zeros(1), torch.zeros(1), group)
 
 
@@ -107,9 +103,7 @@ def test_nothing_we_call_is_deprecated() -> None:
 
 def test_there_must_be_a_group() -> None:
     """Without a default group the constructor says how to make one."""
-    with pytest.raises(
-        ValueError, match=r"found no default one: call torch\.distributed\.init_process_group\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"found no default one: call torch\.distributed\.init_process_group\(\)"):
         ProcessGroupCollectives()
 
 

@@ -86,9 +86,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(one: str, other: str, word
         assert isinstance(mine, MismatchError)
         assert mine.rank == rank
         called = [words[0], words[1], words[0]]
-        for caller, word in enumerate(
-            each.replace("HERE", str(torch.get_default_device())) for each in called
-        ):
+        for caller, word in enumerate(each.replace("HERE", str(torch.get_default_device())) for each in called):
             assert f"rank {caller} called {word}" in str(mine)
         assert "make every rank call the same" in str(mine)
 
@@ -100,9 +98,7 @@ def test_labels_need_not_agree() -> None:
 
 def test_a_difference_is_found_though_a_rank_never_comes() -> None:
     """Two ranks that differ are told so even if a third never makes that call, since none of them can go on."""
-    error, seen = _raised(
-        3, lambda comm: _post(["sum", "max", "sum"][comm.rank], comm) if comm.rank < 2 else None
-    )
+    error, seen = _raised(3, lambda comm: _post(["sum", "max", "sum"][comm.rank], comm) if comm.rank < 2 else None)
     assert isinstance(error.__cause__, MismatchError)
     assert isinstance(seen[0], MismatchError)
     assert isinstance(seen[1], MismatchError)
@@ -125,10 +121,7 @@ def test_a_circle_of_waits_is_an_error_at_once() -> None:
         assert isinstance(mine, DeadlockError)
         assert mine.rank == rank
         assert (mine.op, mine.label) == (("barrier", "pair") if rank == 0 else ("all_reduce", "all"))
-        assert (
-            "rank 0 waits for barrier 'pair' (call 0 of the group of ranks [0, 1]; not called by [1])"
-            in str(mine)
-        )
+        assert "rank 0 waits for barrier 'pair' (call 0 of the group of ranks [0, 1]; not called by [1])" in str(mine)
         for other in (1, 2):
             assert f"rank {other} waits for all_reduce 'all'" in str(mine)
         assert "not called by [0]" in str(mine)
@@ -244,9 +237,8 @@ def test_results_that_cannot_be_worked_out_are_an_error() -> None:
         pending.wait()
 
     error, _ = _raised(2, program)
-    assert (
-        "rank 0: all_gather 'freed': expected the input's storage to hold 16 bytes until wait(), found 0"
-        in str(error)
+    assert "rank 0: all_gather 'freed': expected the input's storage to hold 16 bytes until wait(), found 0" in str(
+        error
     )
 
 
@@ -262,9 +254,7 @@ def test_freeing_the_output_before_the_wait_is_an_error(late: bool) -> None:
 
     error, _ = _raised(2, program, deliver_late=late)
     assert isinstance(error.__cause__, CollectiveError)
-    assert "all_gather 'unit 3': expected the output's storage to hold 32 bytes until wait(), found 0" in str(
-        error
-    )
+    assert "all_gather 'unit 3': expected the output's storage to hold 32 bytes until wait(), found 0" in str(error)
     assert "wait before you free it" in str(error)
 
 
@@ -288,6 +278,5 @@ def test_helper_threads_are_refused() -> None:
     for messages in run_threads(2, program):
         assert len(messages) == 1
         assert (
-            "barrier 'from a helper': expected a call from the rank's own thread, found thread 'helper'"
-            in messages[0]
+            "barrier 'from a helper': expected a call from the rank's own thread, found thread 'helper'" in messages[0]
         )

@@ -302,9 +302,7 @@ def test_delays_change_the_order_but_not_the_result() -> None:
         return output.tolist()
 
     punctual = run_threads(3, program, log)
-    delayed = run_threads(
-        3, program, late, faults=[Fault("all_gather", "layers.*", rank=0, action=Delay(3600.0))]
-    )
+    delayed = run_threads(3, program, late, faults=[Fault("all_gather", "layers.*", rank=0, action=Delay(3600.0))])
     assert log == ["0 posted", "1 posted", "2 posted"]
     assert late == ["1 posted", "2 posted", "0 posted"]
     assert delayed == punctual

@@ -35,9 +35,7 @@ def test_in_a_rank_thread_the_default_is_its_world() -> None:
 
 def test_without_any_world_the_error_says_how_to_start() -> None:
     """Without an argument and without a group, the error names torchrun, run_threads and SingleCollectives."""
-    with pytest.raises(
-        ValueError, match=r"torchrun.*init_process_group.*run_threads.*SingleCollectives"
-    ) as raised:
+    with pytest.raises(ValueError, match=r"torchrun.*init_process_group.*run_threads.*SingleCollectives") as raised:
         resolve_topology()
     assert "found no process group" in str(raised.value)
 
@@ -113,9 +111,7 @@ def _resolve_groups(comm: ProcessGroupCollectives) -> dict[str, Any]:
     shard, replicate = mesh.get_group("shard"), mesh.get_group("replicate")
     assert resolve_topology((shard, replicate)).data_parallel_size == 4
     for pair in ((dist.group.WORLD, dist.group.WORLD), (shard, shard), (shard, dist.group.WORLD)):
-        with pytest.raises(
-            ValueError, match=r"expected a pair .* that have this rank in common and no other, found"
-        ):
+        with pytest.raises(ValueError, match=r"expected a pair .* that have this rank in common and no other, found"):
             resolve_topology(pair)
     return found
 
@@ -155,9 +151,7 @@ def test_a_pickled_topology_is_that_of_a_world_of_the_same_size(shards: int | No
     run_threads(4, load)
 
     def load_elsewhere(world: Collectives) -> None:
-        with pytest.raises(
-            ValueError, match=r"can be read on that rank only.*save its state_dict\(\) instead"
-        ):
+        with pytest.raises(ValueError, match=r"can be read on that rank only.*save its state_dict\(\) instead"):
             pickle.loads(saved[(world.rank + 1) % 4][0])
 
     run_threads(4, load_elsewhere)
@@ -209,8 +203,6 @@ def _parted(world: Collectives) -> str:
 def test_ranks_that_exchange_different_things_are_told() -> None:
     """If a rank is in another place, every rank gets an error that names the places, and not the other's value."""
     first, second, _ = run_threads(3, _parted)
-    said = (
-        "rank 0 exchanges 'units'; rank 1 exchanges 'order'; rank 2 exchanges something else; make every rank"
-    )
+    said = "rank 0 exchanges 'units'; rank 1 exchanges 'order'; rank 2 exchanges something else; make every rank"
     assert f"rank 0: exchange 'units': the ranks are in different places: {said}" in first
     assert f"rank 1: exchange 'order': the ranks are in different places: {said}" in second

@@ -125,9 +125,7 @@ def test_a_gather_that_cannot_be_issued(nth: int) -> None:
     assert same(shown(module), whole())
 
 
-def deposit(
-    handles: Sequence[FlatParamHandle], reducer: Reducer, rank: int, *, but: int | None = None
-) -> None:
+def deposit(handles: Sequence[FlatParamHandle], reducer: Reducer, rank: int, *, but: int | None = None) -> None:
     """Collect a gradient of `rank + 1` times the index of each parameter plus one."""
     before = reducer.averaging(handles).before
     for handle in handles:

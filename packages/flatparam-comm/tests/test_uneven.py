@@ -141,9 +141,7 @@ def test_hooks_for_equal_parts_are_refused() -> None:
         handle.deposit(0)
         handle.reshard()
         reducer = Reducer(Topology(group), hooks=CommHooks(reduce=lambda full, output: None))
-        with pytest.raises(
-            FlatParamError, match="the hook in the place of the reduce-scatter takes equal ones"
-        ):
+        with pytest.raises(FlatParamError, match="the hook in the place of the reduce-scatter takes equal ones"):
             reducer.issue([handle])
 
     run_threads(3, program)

@@ -131,7 +131,5 @@ def flatten_alone(
     module: nn.Module, *, use_orig_params: bool = False, precision: Precision | None = None
 ) -> FlatParamHandle:
     """Shard a module that makes one flat parameter for a world of one rank."""
-    (handle,) = flatten_module(
-        module, rank=0, world_size=1, use_orig_params=use_orig_params, precision=precision
-    )
+    (handle,) = flatten_module(module, rank=0, world_size=1, use_orig_params=use_orig_params, precision=precision)
     return handle

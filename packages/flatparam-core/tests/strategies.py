@@ -37,9 +37,7 @@ WORLD_SIZES = st.integers(1, 64)
 
 def spans(limit: int = 40) -> st.SearchStrategy[Span]:
     """Any span in ``[0, limit)``, empty ones too."""
-    return st.tuples(st.integers(0, limit), st.integers(0, limit)).map(
-        lambda ends: Span(min(ends), max(ends))
-    )
+    return st.tuples(st.integers(0, limit), st.integers(0, limit)).map(lambda ends: Span(min(ends), max(ends)))
 
 
 @st.composite
@@ -54,9 +52,7 @@ def memory_orders(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @st.composite
-def param_specs(
-    draw: st.DrawFn, fqn: str = "p", dtype: torch.dtype = torch.float32, smallest: int = 0
-) -> ParamSpec:
+def param_specs(draw: st.DrawFn, fqn: str = "p", dtype: torch.dtype = torch.float32, smallest: int = 0) -> ParamSpec:
     """A parameter of 0 to 4 dimensions (a 0-d one too) whose sizes are ``smallest`` to 5."""
     shape = tuple(draw(st.lists(st.integers(smallest, 5), max_size=4)))
     trainable = draw(st.booleans()) and (dtype.is_floating_point or dtype.is_complex)

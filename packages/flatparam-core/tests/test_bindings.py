@@ -75,9 +75,7 @@ def test_names_are_clean_of_wrappers() -> None:
     inner = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(1, 1, bias=False)})
     module = nn.ModuleDict({"block": nn.ModuleDict({"_fsdp_wrapped_module": inner})})
     assert found(module) == ["block.weight"]
-    assert (
-        clean_fqn("_fsdp_wrapped_module._orig_mod.block._checkpoint_wrapped_module.weight") == "block.weight"
-    )
+    assert clean_fqn("_fsdp_wrapped_module._orig_mod.block._checkpoint_wrapped_module.weight") == "block.weight"
     assert clean_fqn("my_orig_mod.weight") == "my_orig_mod.weight"
 
 

@@ -93,9 +93,7 @@ def test_the_padding_is_that_of_uneven_rows() -> None:
         ({}, (1.0, 2.0), "different shares"),
     ],
 )
-def test_chunks_are_of_all_parameters(
-    change: dict[str, object], shares: tuple[float, ...], message: str
-) -> None:
+def test_chunks_are_of_all_parameters(change: dict[str, object], shares: tuple[float, ...], message: str) -> None:
     """A unit has chunks of all its parameters, row-major, and the ranks have equal shares."""
     specs = specs_of([(2, 3), (2, 3)])
     with pytest.raises(LayoutError, match=message):

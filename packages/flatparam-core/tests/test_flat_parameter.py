@@ -105,9 +105,7 @@ def test_metadata_lists_what_the_shard_holds() -> None:
         (Precision(torch.bfloat16, torch.float32), torch.complex64, torch.complex64, torch.complex64),
     ],
 )
-def test_precision(
-    precision: Precision, storage: torch.dtype, compute: torch.dtype, reduce: torch.dtype
-) -> None:
+def test_precision(precision: Precision, storage: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> None:
     """Compute and reduction dtypes apply to floating-point parameters; reduction follows compute by default."""
     assert precision.compute(storage) is compute
     assert precision.reduce(storage) is reduce

@@ -236,8 +236,6 @@ def test_a_precision_has_floating_point_dtypes(name: str, wrong: object) -> None
 @each_row("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_gradients_are_not_added_up_in_8_bits(dtype: torch.dtype) -> None:
     """A reduction in 8 bits, in which no backend adds, is refused at once, and not in the first backward pass."""
-    with pytest.raises(
-        FlatParamError, match=f"reduce_dtype: expected a dtype .* of 16 bits or more.* found {dtype}"
-    ):
+    with pytest.raises(FlatParamError, match=f"reduce_dtype: expected a dtype .* of 16 bits or more.* found {dtype}"):
         Precision(torch.bfloat16, dtype)
     assert Precision(dtype).reduce_dtype is None

@@ -13,9 +13,7 @@ from flatparam_core import FlatLayout, FlatParamError, GradientLedger, ParamSpec
 from .strategies import layouts, tensors_for
 
 CPU = torch.device("cpu")
-PAIR = FlatLayout.plan(
-    [ParamSpec("a", (3,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], world_size=5
-)
+PAIR = FlatLayout.plan([ParamSpec("a", (3,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], world_size=5)
 
 
 def ledger_of(layout: FlatLayout = PAIR, dtype: torch.dtype = torch.float32) -> GradientLedger:
@@ -55,9 +53,7 @@ def test_complete_is_the_gradients_and_zeros(layout: FlatLayout) -> None:
     full = ledger.complete()
     assert full.shape == (layout.numel,)
     for slot, gradient in zip(layout.slots, gradients, strict=True):
-        assert torch.equal(
-            full.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start), gradient.detach()
-        )
+        assert torch.equal(full.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start), gradient.detach())
     assert all(not full[gap.as_slice()].any() for gap in layout.gaps)
 
 
@@ -191,9 +187,7 @@ def test_expanded_and_transposed_gradients() -> None:
 
 def test_complex_gradients() -> None:
     """Complex parameters accumulate complex gradients."""
-    ledger = ledger_of(
-        FlatLayout.plan([ParamSpec("c", (2,), torch.complex64)], world_size=1), torch.complex64
-    )
+    ledger = ledger_of(FlatLayout.plan([ParamSpec("c", (2,), torch.complex64)], world_size=1), torch.complex64)
     for _ in range(2):
         ledger.deposit(0, torch.tensor([1 + 2j, 3 - 4j]), divisor=4.0)
     assert ledger.slot(0).tolist() == [0.5 + 1j, 1.5 - 2j]

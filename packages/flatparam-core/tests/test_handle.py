@@ -232,7 +232,4 @@ def test_name_of_a_handle() -> None:
         return handle.name
 
     assert name(nn.Linear(2, 2, bias=False)) == "weight"
-    assert (
-        name(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-        == "0.weight .. 2.bias (4 parameters)"
-    )
+    assert name(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == "0.weight .. 2.bias (4 parameters)"

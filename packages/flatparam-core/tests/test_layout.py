@@ -88,10 +88,7 @@ def test_fragments_of_all_ranks_rebuild_every_parameter(layout: FlatLayout) -> N
     for gap in layout.gaps:
         assert not flat[gap.as_slice()].any()
     for index, (slot, tensor) in enumerate(zip(layout.slots, tensors, strict=True)):
-        pieces = [
-            shards[rank][layout.fragment(index, rank).in_shard.as_slice()]
-            for rank in range(layout.world_size)
-        ]
+        pieces = [shards[rank][layout.fragment(index, rank).in_shard.as_slice()] for rank in range(layout.world_size)]
         rebuilt = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=slot.spec.dtype)
         memory_view(rebuilt, slot.spec).copy_(torch.cat(pieces))
         assert torch.equal(rebuilt, tensor)
@@ -116,9 +113,7 @@ def test_plan_keeps_order_and_alignment(
     st.data(),
     st.sampled_from(DTYPES),
     st.sampled_from((6, 16)),
-    st.lists(
-        st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]), max_size=2
-    ),
+    st.lists(st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]), max_size=2),
     WORLD_SIZES,
     st.booleans(),
 )
@@ -159,9 +154,7 @@ def test_a_layout_is_packed_again(layout: FlatLayout, alignment: int) -> None:
     assert packed.numel - packed.slots[-1].span.stop < packed.world_size
     assert (
         packed.slots
-        == FlatLayout.plan(
-            [slot.spec for slot in layout.slots], world_size=1, alignment_nbytes=alignment
-        ).slots
+        == FlatLayout.plan([slot.spec for slot in layout.slots], world_size=1, alignment_nbytes=alignment).slots
     )
     if not alignment:
         assert packed.slots[-1].span.stop == sum(slot.spec.numel for slot in layout.slots)
@@ -179,9 +172,7 @@ def test_plan_wastes_as_little_as_it_can(layout: FlatLayout, alignment: int) -> 
     ends = [0, *(slot.span.stop for slot in layout.slots)]
     assert all(slot.span.start - end < step for slot, end in zip(layout.slots, ends, strict=False))
     assert layout.numel - ends[-1] < ranks
-    aligned = FlatLayout.plan(
-        specs, world_size=ranks, alignment_nbytes=alignment, shard_alignment_nbytes=alignment
-    )
+    aligned = FlatLayout.plan(specs, world_size=ranks, alignment_nbytes=alignment, shard_alignment_nbytes=alignment)
     assert aligned.slots == layout.slots
     assert aligned.numel - ends[-1] < (ranks * step if ranks > 1 else 1)
 
@@ -192,9 +183,7 @@ def test_plan_wastes_as_little_as_it_can(layout: FlatLayout, alignment: int) -> 
 )
 def test_plan_aligns_where_the_item_size_does_not_divide(dtype: torch.dtype, alignment: int) -> None:
     """An alignment that is no multiple of the item size is met too, at the next offset that is a multiple of both."""
-    layout = FlatLayout.plan(
-        [ParamSpec(name, (1,), dtype) for name in "abc"], world_size=2, alignment_nbytes=alignment
-    )
+    layout = FlatLayout.plan([ParamSpec(name, (1,), dtype) for name in "abc"], world_size=2, alignment_nbytes=alignment)
     assert all(slot.span.start * dtype.itemsize % alignment == 0 for slot in layout.slots)
 
 
@@ -217,9 +206,7 @@ def test_world_larger_than_the_parameter() -> None:
 
 def test_a_layout_of_nothing_but_empty_parameters() -> None:
     """Parameters without elements make a flat parameter of no elements, on any number of ranks."""
-    layout = FlatLayout.plan(
-        [ParamSpec("a", (0, 3), torch.float32), ParamSpec("b", (0,), torch.float32)], world_size=3
-    )
+    layout = FlatLayout.plan([ParamSpec("a", (0, 3), torch.float32), ParamSpec("b", (0,), torch.float32)], world_size=3)
     assert (layout.numel, layout.shard_numel, layout.gaps) == (0, 0, ())
     assert [shard.numel() for shard in shards_of(tensors_for([s.spec for s in layout.slots]), layout)] == [
         0,
@@ -230,9 +217,7 @@ def test_a_layout_of_nothing_but_empty_parameters() -> None:
 
 def test_an_uneven_parameter_by_hand() -> None:
     """Five and four elements over two ranks: the picture in the documentation."""
-    layout = FlatLayout.plan(
-        [ParamSpec("a", (5,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], world_size=2
-    )
+    layout = FlatLayout.plan([ParamSpec("a", (5,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], world_size=2)
     assert (layout.numel, layout.gaps) == (10, (Span(9, 10),))
     assert [fragment.in_param for fragment in layout.fragments(0)] == [Span(0, 5), Span(0, 0)]
     assert [fragment.in_shard for fragment in layout.fragments(1)] == [Span(0, 0), Span(0, 4)]
@@ -243,17 +228,13 @@ def mixed_specs(draw: st.DrawFn) -> list[ParamSpec]:
     """Parameters of several dtypes, trainable and frozen, in any order."""
     dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=9))
     return [
-        ParamSpec(
-            f"p{number}", (draw(st.integers(0, 6)),), dtype, dtype.is_floating_point and draw(st.booleans())
-        )
+        ParamSpec(f"p{number}", (draw(st.integers(0, 6)),), dtype, dtype.is_floating_point and draw(st.booleans()))
         for number, dtype in enumerate(dtypes)
     ]
 
 
 @given(mixed_specs(), WORLD_SIZES, st.sampled_from(ALIGNMENTS))
-def test_plan_layouts_groups_by_dtype_and_training(
-    specs: list[ParamSpec], world_size: int, alignment: int
-) -> None:
+def test_plan_layouts_groups_by_dtype_and_training(specs: list[ParamSpec], world_size: int, alignment: int) -> None:
     """Each parameter is in one layout, of one dtype and all trainable or all frozen, in as few as that takes."""
     planned = plan_layouts(specs, world_size=world_size, alignment_nbytes=alignment)
     held = [slot.spec for layout in planned for slot in layout.slots]

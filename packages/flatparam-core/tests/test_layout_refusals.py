@@ -70,9 +70,7 @@ def test_uneven_split() -> None:
 
 def test_mixed_dtypes() -> None:
     """Two dtypes in one layout are refused, with the parameter and both dtypes."""
-    with pytest.raises(
-        LayoutError, match=r"'b' has dtype torch\.bfloat16, the flat parameter torch\.float32"
-    ):
+    with pytest.raises(LayoutError, match=r"'b' has dtype torch\.bfloat16, the flat parameter torch\.float32"):
         FlatLayout((slot("a", 0, 2), slot("b", 2, 4, torch.bfloat16)), 1, 4)
 
 
@@ -85,9 +83,7 @@ def test_duplicate_names() -> None:
 @each_row("aliases", [(("b",), ()), ((), ("a",)), (("c",), ("c",))])
 def test_duplicate_aliases(aliases: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
     """A further name of one parameter that is a name of another is refused, else loading would choose one of them."""
-    specs = [
-        ParamSpec(fqn, (2,), torch.float32, aliases=more) for fqn, more in zip("ab", aliases, strict=True)
-    ]
+    specs = [ParamSpec(fqn, (2,), torch.float32, aliases=more) for fqn, more in zip("ab", aliases, strict=True)]
     with pytest.raises(LayoutError):
         FlatLayout.plan(specs, world_size=1)
 

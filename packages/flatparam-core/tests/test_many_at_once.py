@@ -40,9 +40,7 @@ def assert_same_ledgers(found: GradientLedger, expected: GradientLedger) -> None
 
 
 @given(layouts(torch.float32), st.data(), st.sampled_from((1.0, 2.0, 3.0, 7.0)))
-def test_deposits_at_once_are_those_one_by_one(
-    layout: FlatLayout, data: st.DataObject, divisor: float
-) -> None:
+def test_deposits_at_once_are_those_one_by_one(layout: FlatLayout, data: st.DataObject, divisor: float) -> None:
     """Any choice of parameters, neighbours or not, gets the bits of single deposits, and zeros around them."""
     chosen = data.draw(st.sets(st.integers(0, len(layout.slots) - 1), min_size=1).map(sorted))
     at_once, one_by_one = ledger_of(layout), ledger_of(layout)
@@ -61,9 +59,7 @@ def test_deposits_at_once_are_those_one_by_one(
 def test_either_side_of_the_threshold(sizes: list[int], dtype: torch.dtype, divisor: float) -> None:
     """At, below and above the size from which a gradient is copied by itself, alone or with others, the bits are the same."""
     limit = SMALL_NBYTES.value // dtype.itemsize
-    layout = FlatLayout.plan(
-        [ParamSpec(f"p{n}", (limit + by,), dtype) for n, by in enumerate(sizes)], world_size=2
-    )
+    layout = FlatLayout.plan([ParamSpec(f"p{n}", (limit + by,), dtype) for n, by in enumerate(sizes)], world_size=2)
     indices = range(len(sizes))
     gradients = random_gradients(layout, indices, dtype)
     at_once, one_by_one = ledger_of(layout, dtype), ledger_of(layout, dtype)
@@ -95,9 +91,7 @@ def test_dtypes_at_once(dtype: torch.dtype, given_dtype: torch.dtype, size: floa
     for index, gradient in enumerate(gradients):
         one_by_one.deposit(index, gradient, divisor=64.0)
     for index in range(5):
-        assert torch.equal(
-            at_once.slot(index).nan_to_num(nan=1.5), one_by_one.slot(index).nan_to_num(nan=1.5)
-        )
+        assert torch.equal(at_once.slot(index).nan_to_num(nan=1.5), one_by_one.slot(index).nan_to_num(nan=1.5))
 
 
 def test_half_precision_neither_underflows_nor_overflows_by_the_divisor() -> None:
@@ -181,9 +175,7 @@ def test_an_accelerator_takes_all_gradients_in_one_call(given_dtype: torch.dtype
     with Calls() as calls:
         ledger.deposit_all(range(4), gradients)
     assert calls.names == ["_foreach_copy_"]
-    if (
-        given_dtype == torch.float64
-    ):  # a sum in the wider dtype, and a mean, are made before they are cut to float32
+    if given_dtype == torch.float64:  # a sum in the wider dtype, and a mean, are made before they are cut to float32
         return
     with Calls() as calls:
         ledger.deposit_all(range(4), gradients, divisor=2.0)

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from flatparam_core import BufferPool, FlatBuffer, FlatLayout, ParamSpec
 from flatparam_core.storage import buffer as pool
 
-can_keep = pytest.mark.skipif(
-    not pool._CAN_SWAP, reason="this torch cannot hand memory from storage to storage"
-)
+can_keep = pytest.mark.skipif(not pool._CAN_SWAP, reason="this torch cannot hand memory from storage to storage")
 
 OPERATIONS = st.one_of(
     st.tuples(st.just("allocate"), st.sampled_from((4, 8, 40, 64, 4096))),
@@ -36,8 +34,7 @@ def counts(source: BufferPool) -> tuple[int, int, int, int]:
 def buffers(source: BufferPool, numel: int, count: int) -> list[FlatBuffer]:
     layout = FlatLayout.plan([ParamSpec("w", (numel,), torch.float32)], world_size=1)
     return [
-        FlatBuffer.create(layout, dtype=torch.float32, device=torch.device("cpu"), pool=source)
-        for _ in range(count)
+        FlatBuffer.create(layout, dtype=torch.float32, device=torch.device("cpu"), pool=source) for _ in range(count)
     ]
 
 

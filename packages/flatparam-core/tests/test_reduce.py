@@ -140,9 +140,7 @@ def test_every_rank_agrees_on_who_has_a_gradient() -> None:
     ranks.unshard()
     ranks.backward([ranks.modules[0](x, True).sum(), ranks.modules[1](x, False).sum()])
     for module in ranks.modules:
-        assert [p.grad is not None for p in module.parameters()] == [
-            p.numel() > 0 for p in module.parameters()
-        ]
+        assert [p.grad is not None for p in module.parameters()] == [p.numel() > 0 for p in module.parameters()]
         assert all(p.grad is None or p.grad.shape == p.shape for p in module.parameters())
 
 

@@ -40,9 +40,7 @@ def execute(moves: Sequence[Move], sources: Shards, targets: Shards) -> None:
         there.copy_(sources[move.source.layout][move.source.rank][move.source.span.as_slice()])
 
 
-def check_exact(
-    sources: Sequence[FlatLayout], targets: Sequence[FlatLayout], tensors: dict[str, torch.Tensor]
-) -> None:
+def check_exact(sources: Sequence[FlatLayout], targets: Sequence[FlatLayout], tensors: dict[str, torch.Tensor]) -> None:
     """Replan, copy, and compare every element of every parameter; the padding must stay untouched."""
     found = blank(targets)
     execute(list(replan(sources, targets)), shards(sources, tensors), found)
@@ -67,9 +65,7 @@ def worlds(draw: st.DrawFn, specs: Sequence[ParamSpec]) -> list[FlatLayout]:
     cuts = sorted(draw(st.sets(st.integers(1, len(ordered) - 1)))) if len(ordered) > 1 else []
     groups = [ordered[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(ordered)])]
     return [
-        FlatLayout.plan(
-            group, world_size=draw(WORLD_SIZES), alignment_nbytes=draw(st.sampled_from(ALIGNMENTS))
-        )
+        FlatLayout.plan(group, world_size=draw(WORLD_SIZES), alignment_nbytes=draw(st.sampled_from(ALIGNMENTS)))
         for group in groups
     ]
 
@@ -85,11 +81,7 @@ def tied_specs(draw: st.DrawFn) -> list[ParamSpec]:
 
 def named_tensors(specs: Sequence[ParamSpec]) -> dict[str, torch.Tensor]:
     tensors = tensors_for(specs)
-    return {
-        name: tensor
-        for spec, tensor in zip(specs, tensors, strict=True)
-        for name in (spec.fqn, *spec.aliases)
-    }
+    return {name: tensor for spec, tensor in zip(specs, tensors, strict=True) for name in (spec.fqn, *spec.aliases)}
 
 
 @given(st.data())

@@ -60,9 +60,7 @@ def test_every_step_from_every_state(state: str, step: str, use_orig_params: boo
 def test_the_error_names_parameter_rank_and_what_is_legal() -> None:
     """An illegal step says which flat parameter on which rank, and what could be done instead."""
     _, handle = handle_in("UNSHARDED", use_orig_params=False)
-    with pytest.raises(
-        FlatParamError, match=r"weight \.\. bias.* on rank 0: .*; from UNSHARDED it can go to SHARDED"
-    ):
+    with pytest.raises(FlatParamError, match=r"weight \.\. bias.* on rank 0: .*; from UNSHARDED it can go to SHARDED"):
         handle.begin_unshard()
 
 
@@ -142,7 +140,5 @@ def test_transitions_move_only_along_the_table() -> None:
         },
     )
     assert table.move(Residency.SHARDED, Residency.UNSHARDED, who="it") is Residency.UNSHARDED
-    with pytest.raises(
-        IllegalStepError, match=r"it: colour cannot go from UNSHARDED to SHARDED; .* to nothing"
-    ):
+    with pytest.raises(IllegalStepError, match=r"it: colour cannot go from UNSHARDED to SHARDED; .* to nothing"):
         table.move(Residency.UNSHARDED, Residency.SHARDED, who="it")

@@ -64,9 +64,7 @@ def test_no_rank_has_a_part_of_what_stays_together(layout: FlatLayout) -> None:
     """Each block, row or tensor that a rule keeps together is in the fragment of one rank, with all its elements."""
     for index, slot in enumerate(layout.slots):
         owned = [layout.fragment(index, rank).in_param for rank in layout.ranks_of(index)]
-        holders = {
-            element: rank for rank, span in enumerate(owned) for element in range(span.start, span.stop)
-        }
+        holders = {element: rank for rank, span in enumerate(owned) for element in range(span.start, span.stop)}
         for together in kept_together(slot):
             assert len({holders[element] for element in together}) <= 1
 
@@ -103,9 +101,7 @@ def test_layouts_without_rules_are_end_to_end_in_the_order_given(
 ) -> None:
     """With `ELEMENT` for all and equal shares, the order is that of the parameters, and padding is alignment only."""
     asked = [attrs.evolve(each, rule=LayoutRule("element")) for each in specs]
-    layout = FlatLayout.plan(
-        asked, world_size=world_size, alignment_nbytes=alignment, shares=[0.25] * world_size
-    )
+    layout = FlatLayout.plan(asked, world_size=world_size, alignment_nbytes=alignment, shares=[0.25] * world_size)
     step = math.lcm(alignment, specs[0].dtype.itemsize) // specs[0].dtype.itemsize if alignment else 1
     assert list(layout.fqns) == [each.fqn for each in specs]
     end = 0
@@ -143,9 +139,7 @@ def test_rows_and_whole_tensors_keep_their_shape(layout: FlatLayout) -> None:
     shards = shards_of(tensors, layout)
     for rank, shard in enumerate(shards):
         pieces = ShardPieces.of(layout, rank).views(shard)
-        for piece, fragment, slot, tensor in zip(
-            pieces, layout.fragments(rank), layout.slots, tensors, strict=True
-        ):
+        for piece, fragment, slot, tensor in zip(pieces, layout.fragments(rank), layout.slots, tensors, strict=True):
             assert piece.dim() == max(1, tensor.dim())
             if slot.spec.rule.kind in ("row", "whole") and slot.spec.shape and slot.spec.is_row_major:
                 width = max(1, tensor[0].numel()) if slot.spec.numel else 1
@@ -232,9 +226,7 @@ def test_whole_tensors_are_packed_tightly() -> None:
 
 def test_small_parameters_fill_the_gaps() -> None:
     """A free parameter goes where a tensor that stays whole leaves room, in front of what is listed before it."""
-    layout = FlatLayout.plan(
-        [spec("a", 6, rule=WHOLE), spec("b", 8, rule=WHOLE), spec("bias", 2)], world_size=2
-    )
+    layout = FlatLayout.plan([spec("a", 6, rule=WHOLE), spec("b", 8, rule=WHOLE), spec("bias", 2)], world_size=2)
     assert layout.shard_numel == 8
     assert not layout.gaps
 
@@ -321,9 +313,7 @@ def test_rules_that_mean_nothing_are_refused(make: object) -> None:
     """Blocks have a whole number of elements, at least one, and only blocks have a length."""
     with pytest.raises(LayoutError, match="blocks of"):
         make()  # type: ignore[operator]
-    with pytest.raises(
-        LayoutError, match="one of 'element', 'block', 'row', 'chunk' and 'whole', found 'column'"
-    ):
+    with pytest.raises(LayoutError, match="one of 'element', 'block', 'row', 'chunk' and 'whole', found 'column'"):
         LayoutRule("column")  # type: ignore[arg-type]
 
 

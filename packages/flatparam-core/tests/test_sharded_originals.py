@@ -49,11 +49,7 @@ def test_shapes_by_hand() -> None:
     assert shapes == {"scale": (1,), "bias": (3,), "conv": (2, 2, 1, 3), "nothing": (0, 1)} | {
         "permuted": (120, 1, 1, 1)
     }
-    assert all(
-        p.untyped_storage().data_ptr() == handle.flat_param.data_ptr()
-        for p in module.parameters()
-        if p.numel()
-    )
+    assert all(p.untyped_storage().data_ptr() == handle.flat_param.data_ptr() for p in module.parameters() if p.numel())
     last = Ranks(lambda: nn.Linear(4, 4), 4, use_orig_params=True).modules[3]
     assert (tuple(last.weight.shape), tuple(last.bias.shape)) == ((1, 1), (4,))
 
@@ -73,6 +69,4 @@ def test_a_rule_about_dimensions_decides_as_on_the_full_parameter() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 2), nn.LayerNorm(3), nn.Linear(3, 2))
     before = [name for name, parameter in module.named_parameters() if parameter.dim() >= 2]
     flatten_module(module, rank=1, world_size=3, use_orig_params=True)
-    assert (
-        [name for name, p in module.named_parameters() if p.dim() >= 2] == before == ["0.weight", "2.weight"]
-    )
+    assert [name for name, p in module.named_parameters() if p.dim() >= 2] == before == ["0.weight", "2.weight"]

@@ -46,9 +46,7 @@ def turn(handle: FlatParamHandle, *, full: bool) -> None:
 @each_row("while_full", [True, False], ids=["full", "sharded"])
 @each_row("passes", [0, 2])
 @each_row("how", CHANGES)
-def test_what_else_is_registered_stays(
-    how: str, passes: int, while_full: bool, use_orig_params: bool
-) -> None:
+def test_what_else_is_registered_stays(how: str, passes: int, while_full: bool, use_orig_params: bool) -> None:
     """A parameter that joins or leaves a module between two gathers, or inside, is there, or not, ever after."""
     inner = nn.Linear(2, 2, bias=False)
     module = nn.Sequential(inner, nn.Linear(2, 2))

@@ -37,9 +37,7 @@ def cut_the_shard(handle: FlatParamHandle) -> None:
         (cut_the_shard, "the layout's length"),
     ],
 )
-def test_check_invariants_names_the_broken_promise(
-    damage: Callable[[FlatParamHandle], None], promise: str
-) -> None:
+def test_check_invariants_names_the_broken_promise(damage: Callable[[FlatParamHandle], None], promise: str) -> None:
     """A handle that was damaged behind its back fails the check, with the promise and the handle."""
     # The handle does not keep the module alive.
     module = nn.Linear(2, 2)

@@ -114,9 +114,7 @@ def train_locally(
     return losses, model
 
 
-def train_ranks(
-    ranks: Ranks, optimizers: Sequence[torch.optim.Optimizer], *, set_to_none: bool = True
-) -> list[float]:
+def train_ranks(ranks: Ranks, optimizers: Sequence[torch.optim.Optimizer], *, set_to_none: bool = True) -> list[float]:
     losses = []
     for step in range(STEPS):
         ranks.unshard()
@@ -192,9 +190,7 @@ def test_both_exposures_agree(optimizer: str) -> None:
     full = []
     for use_orig_params in (False, True):
         ranks = Ranks(Transformer, 2, use_orig_params=use_orig_params)
-        optimizers = [
-            OPTIMIZERS[optimizer]([p for p in m.parameters() if p.requires_grad]) for m in ranks.modules
-        ]
+        optimizers = [OPTIMIZERS[optimizer]([p for p in m.parameters() if p.requires_grad]) for m in ranks.modules]
         train_ranks(ranks, optimizers)
         full.append(ranks.full_parameters())
     assert full[0].keys() == full[1].keys()
@@ -281,9 +277,7 @@ def test_units_of_one_model_gather_and_reduce_on_their_own(use_orig_params: bool
 def test_mixed_precision_trains_on_a_full_precision_shard(use_orig_params: bool) -> None:
     """In bf16 compute and fp32 reduction, small steps add up in the shard that would be lost in bf16."""
     precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks = Ranks(
-        lambda: nn.Linear(1, 1, bias=False), 1, use_orig_params=use_orig_params, precision=precision
-    )
+    ranks = Ranks(lambda: nn.Linear(1, 1, bias=False), 1, use_orig_params=use_orig_params, precision=precision)
     (handle,) = ranks.handles[0]
     with torch.no_grad():
         handle.flat_param.fill_(1.0)

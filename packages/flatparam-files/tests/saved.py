@@ -30,9 +30,7 @@ def save(root: Path, step: int, extra: Any = None) -> Path:
     optimizer = {"state": states, "param_groups": groups}
     parts = {"model": weights, "optimizer": optimizer, "extra": extra}
     values = {part: encode(value, (part,), tensors) for part, value in parts.items()}
-    step_of = {
-        fqn: RankValue(0, Span(0, each.numel()), inline(torch.tensor(1.0))) for fqn, each in weights.items()
-    }
+    step_of = {fqn: RankValue(0, Span(0, each.numel()), inline(torch.tensor(1.0))) for fqn, each in weights.items()}
     committer = Committer(CheckpointDirectory(root))
     ticket = committer.prepare(step)
     pieces = [

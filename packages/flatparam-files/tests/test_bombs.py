@@ -111,9 +111,7 @@ def test_long_integers_in_values(tree: object, match: str) -> None:
 
 def test_long_integers_that_are_saved() -> None:
     """An integer that would not be read is not saved; the longest one that is saved can be read and printed."""
-    with pytest.raises(
-        CheckpointError, match="'extra' is an integer of 14,001 bits, and 14,000 are the most"
-    ):
+    with pytest.raises(CheckpointError, match="'extra' is an integer of 14,001 bits, and 14,000 are the most"):
         encode(2**14_000, ("extra",), {})
     for longest in (2**14_000 - 1, -(2**14_000) + 1):
         assert str(decode(encode(longest, ("extra",), {}), lambda path: None)) == str(longest)

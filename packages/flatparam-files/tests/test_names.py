@@ -18,9 +18,7 @@ def test_every_name_is_there() -> None:
         _ = flatparam_files.no_such_thing
 
 
-@pytest.mark.parametrize(
-    "name", ["Box", "open_checkpoint", "CheckpointError", "open_source", "without_collector"]
-)
+@pytest.mark.parametrize("name", ["Box", "open_checkpoint", "CheckpointError", "open_source", "without_collector"])
 def test_one_name_brings_all(name: str) -> None:
     """Whichever public name comes first, the others are there too, and importing the package alone imports no torch."""
     code = (

@@ -37,9 +37,7 @@ def test_an_exception_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ACTIVITY, "steps", 0)
     report = FailureReport.of(1, None, "backward pass")
     assert report.is_vague
-    told = (
-        "in backward pass before the first optimizer step with an exception: its own output shows which one"
-    )
+    told = "in backward pass before the first optimizer step with an exception: its own output shows which one"
     assert str(report.as_cause()) == told
 
 

@@ -110,9 +110,7 @@ def test_every_rank_that_waits_is_told(tmp_path: Path, size: int, how: str) -> N
         # The news may have come before the call.
         told = told.replace("the process group is broken, since ", "", 1)
         assert told.startswith(f"rank {rank}: all_reduce 'the next step': {cause}")
-        assert again.startswith(
-            f"rank {rank}: all_reduce 'one more': the process group is broken, since {cause}"
-        )
+        assert again.startswith(f"rank {rank}: all_reduce 'one more': the process group is broken, since {cause}")
 
 
 def _fails_at_once(comm: ProcessGroupCollectives, directory: str, which: int, how: str, through: str) -> None:
@@ -141,9 +139,7 @@ def _fails_at_once(comm: ProcessGroupCollectives, directory: str, which: int, ho
 @pytest.mark.parametrize("through", ["gloo", "shared memory"])
 @pytest.mark.parametrize("how", ["killed", "raises", "exits", "lives"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_rank_that_fails_before_its_first_collective(
-    tmp_path: Path, which: int, how: str, through: str
-) -> None:
+def test_a_rank_that_fails_before_its_first_collective(tmp_path: Path, which: int, how: str, through: str) -> None:
     """A rank that fails after `init_process_group`, before it has used anything of flatparam's, is named by the other."""
     try:
         run_processes(2, _fails_at_once, str(tmp_path), which, how, through, grace=PATIENCE)
@@ -151,9 +147,7 @@ def test_a_rank_that_fails_before_its_first_collective(
         assert how != "lives"
     culprit, told = (tmp_path / "told").read_text().split("|")
     assert culprit == str(which)
-    cause = (
-        "with Bug: the model cannot be built" if how in ("raises", "lives") else "with the end of its process"
-    )
+    cause = "with Bug: the model cannot be built" if how in ("raises", "lives") else "with the end of its process"
     assert cause in told
 
 
@@ -230,9 +224,7 @@ def _loses_its_relay(comm: ProcessGroupCollectives, which: int, directory: str) 
         relay._star.listen = fail  # type: ignore[method-assign, assignment]
         relay._star.wake()
     deadline = time.monotonic() + PATIENCE
-    while (
-        relay.is_running if comm.rank == which else which not in relay._deaf
-    ) and time.monotonic() < deadline:
+    while (relay.is_running if comm.rank == which else which not in relay._deaf) and time.monotonic() < deadline:
         time.sleep(0.01)
     # Its connection has ended by now; nobody takes that for its death.
     comm.barrier()
@@ -453,9 +445,7 @@ def _again_and_again(comm: ProcessGroupCollectives, directory: str) -> tuple[int
 
 
 @pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch cannot list the keys of a store")
-@pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="the system does not tell the open descriptors"
-)
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not tell the open descriptors")
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """A process that joins and leaves 50 process groups has no thread, descriptor or key more than after the first."""
     assert run_processes(2, _again_and_again, str(tmp_path)) == [(0, 0, 0)] * 2
@@ -536,9 +526,7 @@ def test_a_store_that_goes_away_harms_nobody(tmp_path: Path) -> None:
     prefix = "PeerError: rank 1: all_reduce 'the next step': "
     broken = "the process group is broken, since "
     assert told.startswith(prefix), told
-    assert told.removeprefix(prefix).removeprefix(broken).startswith("rank 0 failed first with the end of"), (
-        told
-    )
+    assert told.removeprefix(prefix).removeprefix(broken).startswith("rank 0 failed first with the end of"), told
 
 
 def _is_stopped(comm: ProcessGroupCollectives, directory: str) -> None:
@@ -600,9 +588,7 @@ class _Writes(logging.Handler):
 def _stalls(comm: ProcessGroupCollectives, directory: str) -> None:
     os.environ["FLATPARAM_RELAY_STALL"] = "0.2"
     warning = Path(directory, "warning")
-    logging.getLogger("flatparam_guard").addHandler(
-        _Writes(warning if comm.rank == 0 else Path(directory, "other"))
-    )
+    logging.getLogger("flatparam_guard").addHandler(_Writes(warning if comm.rank == 0 else Path(directory, "other")))
     _steps(comm)
     if comm.rank == 1:
         deadline = time.monotonic() + PATIENCE

@@ -23,9 +23,7 @@ def test_the_lowest_of_the_furthest_ranks_warns_once() -> None:
     assert watch.look(NAME, standings(3, 5, 5, 0), 9.0) is None
     told = watch.look(NAME, standings(3, 5, 5, 0), 10.0)
     assert told is not None
-    assert told.startswith(
-        "for 10 s no rank of this host has gone on, and those of group 'a group' have issued"
-    )
+    assert told.startswith("for 10 s no rank of this host has gone on, and those of group 'a group' have issued")
     assert "rank 3 has issued none (process 3)" in told
     assert "what is behind, [0, 3], computes" in told
     assert watch.look(NAME, standings(3, 5, 5, 0), 30.0) is None

@@ -172,9 +172,7 @@ def test_a_rank_speaks_for_itself() -> None:
         first.close()
 
 
-@each_row(
-    "line", [b"no JSON", b"[]", b"1", b"\xff", b'{"rank": "1", "words": {}}', b'{"rank": 1}', b"[" * 100_000]
-)
+@each_row("line", [b"no JSON", b"[]", b"1", b"\xff", b'{"rank": "1", "words": {}}', b'{"rank": 1}', b"[" * 100_000])
 def test_words_that_are_none_end_their_own_connection(line: bytes) -> None:
     """A line that is no message closes the connection on which it came, and the others go on."""
     store = dist.HashStore()

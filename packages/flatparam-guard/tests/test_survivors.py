@@ -25,9 +25,7 @@ from flatparam_comm.testing import run_processes
 
 
 def _meet(comm: ProcessGroupCollectives, through: str) -> list[list[object]]:
-    ranks: Collectives = (
-        shared_memory(comm) if through == "shared memory" else RecordingCollectives(comm, ByteLedger())
-    )
+    ranks: Collectives = shared_memory(comm) if through == "shared memory" else RecordingCollectives(comm, ByteLedger())
     found: list[list[object]] = []
     for time_number in range(2):
         survivors = Survivors.of(ranks, ValueError("mine"), 60.0)
@@ -60,9 +58,7 @@ def _is_late(comm: ProcessGroupCollectives) -> str:
 def test_a_rank_that_does_not_come_is_named() -> None:
     """After the time that was given, the error names the rank, the exchange and the remedy."""
     told = run_processes(2, _is_late)[0]
-    assert told.startswith(
-        "rank 0: exchange 'the place': rank 1 has not come within 0.3 s: its process has ended"
-    )
+    assert told.startswith("rank 0: exchange 'the place': rank 1 has not come within 0.3 s: its process has ended")
     assert told.endswith("make every rank catch its exception and call the same")
 
 
@@ -116,6 +112,4 @@ def _as_threads(comm: Collectives) -> str:
 def test_threads_have_no_store() -> None:
     """Ranks that are threads of one process are refused at once."""
     for rank, told in enumerate(run_threads(2, _as_threads)):
-        assert told.startswith(
-            f"rank {rank}: survivors: expected ranks that are processes of a process group"
-        )
+        assert told.startswith(f"rank {rank}: survivors: expected ranks that are processes of a process group")

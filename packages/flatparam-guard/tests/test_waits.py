@@ -216,9 +216,7 @@ def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, size: int, thro
     run_processes(size, _parts, str(tmp_path), through, how, timeout=PATIENCE, pg_timeout=2 * PATIENCE)
     for rank in {*range(size)} - {1}:
         told = (tmp_path / f"rank-{rank}").read_text()
-        assert told.startswith(
-            f"rank {rank}: all_reduce 'a step more': the ranks diverge: they wait for each other"
-        )
+        assert told.startswith(f"rank {rank}: all_reduce 'a step more': the ranks diverge: they wait for each other")
         name = "all_reduce 'another transport'" if "transport" in how else "torch.distributed."
         assert f"rank 1 waits in {name}" in told, told
         assert "rank 0 waits in all_reduce 'a step more' of group" in told, told

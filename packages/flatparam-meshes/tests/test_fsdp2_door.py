@@ -205,9 +205,7 @@ def begun(ranks: Collectives, way: str) -> list[str]:
         elif way == "copy":
             model.load_state_dict({name: value.clone().mul_(2) for name, value in model.state_dict().items()})
         else:
-            options = functions.StateDictOptions(
-                full_state_dict=True, broadcast_from_rank0=way == "broadcast"
-            )
+            options = functions.StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "broadcast")
             given = {name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()}
             if way == "broadcast" and ranks.rank:
                 given = {}
@@ -254,14 +252,10 @@ def saved(ranks: Collectives, folder: str) -> None:
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
         weights, moments = functions.get_state_dict(models[target], optimizers[target])
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
-        functions.set_state_dict(
-            models[target], optimizers[target], model_state_dict=weights, optim_state_dict=moments
-        )
+        functions.set_state_dict(models[target], optimizers[target], model_state_dict=weights, optim_state_dict=moments)
         for right, found in zip(models[source].parameters(), models[target].parameters(), strict=True):
             assert same_face(right, found)
-            assert torch.equal(
-                whole(p_state(optimizers[target], found)), whole(p_state(optimizers[source], right))
-            )
+            assert torch.equal(whole(p_state(optimizers[target], found)), whole(p_state(optimizers[source], right)))
 
 
 def p_state(optimizer: torch.optim.Optimizer, parameter: Any) -> Any:
@@ -299,9 +293,7 @@ def refusals(ranks: Collectives, folder: str) -> list[str]:
     told = []
     for attempt in (
         lambda: flatparam.Checkpointer(folder, ours).save(1),
-        lambda: door.fully_shard(
-            spread(mesh_of(2, 2)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
-        ),
+        lambda: door.fully_shard(spread(mesh_of(2, 2)), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("other",))),
     ):
         try:
             attempt()
@@ -316,7 +308,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for directory, meshes in run_processes(4, refusals, str(tmp_path)):
         assert "'blocks.0.down.weight' is a DTensor with (Shard(dim=1),)" in directory
         assert "FSDP2's fully_shard cuts dimension 0 besides" in directory
-        assert (
-            "fully_shard: 'blocks.0.norm.weight': expected a mesh and DTensors over different dimensions"
-            in meshes
-        )
+        assert "fully_shard: 'blocks.0.norm.weight': expected a mesh and DTensors over different dimensions" in meshes

@@ -80,9 +80,9 @@ def sum_in(ranks: Collectives, reduce: torch.dtype) -> Tensor:
     module.weight = nn.Parameter(weight)
 
     def forward(x: Tensor) -> Tensor:
-        return (
-            DTensor.from_local(x, mesh["tensor"], [Replicate()], run_check=False) * module.weight
-        ).to_local(grad_placements=[_partial()])
+        return (DTensor.from_local(x, mesh["tensor"], [Replicate()], run_check=False) * module.weight).to_local(
+            grad_placements=[_partial()]
+        )
 
     module.forward = forward  # type: ignore[method-assign]
     precision = flatparam.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce)
@@ -111,9 +111,7 @@ def test_the_sum_is_in_the_dtype_of_reductions() -> None:
 def replicated(ranks: Collectives) -> Tensor:
     mesh = mesh_of(1, 2)
     module = nn.Module()
-    module.weight = nn.Parameter(
-        DTensor.from_local(torch.ones(3), mesh["tensor"], [Replicate()], run_check=False)
-    )
+    module.weight = nn.Parameter(DTensor.from_local(torch.ones(3), mesh["tensor"], [Replicate()], run_check=False))
     module.forward = lambda x: (module.weight.to_local() * x).sum()  # type: ignore[method-assign]
     model = flatparam.FullyShardedDataParallel(module, device_mesh=mesh["data"], use_orig_params=True)
     for _ in range(2):
@@ -196,9 +194,7 @@ def scaled(ranks: Collectives) -> bool:
     scaler.scale(model(inputs(0)).mean() + model.module.body[0].bias.to_local().sum() * factor).backward()
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale() == 1.0 and all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
-    )
+    return scaler.get_scale() == 1.0 and all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def test_torchs_scaler_skips_on_all_ranks() -> None:
@@ -241,9 +237,7 @@ def refusals(ranks: Collectives) -> list[str]:
             told.append(str(error))
 
     partial = nn.Module()
-    partial.weight = nn.Parameter(
-        DTensor.from_local(torch.ones(3), mesh["tensor"], [_partial()], run_check=False)
-    )
+    partial.weight = nn.Parameter(DTensor.from_local(torch.ones(3), mesh["tensor"], [_partial()], run_check=False))
     told_by(lambda: flatparam.fully_shard(partial, mesh=mesh["data"]))
     told_by(lambda: hold_experts(nn.Linear(1, 1)))
     return told
@@ -308,9 +302,7 @@ def exactly(ranks: Collectives) -> list[str]:
         for name, _ in models[0].named_parameters()
     }
     norm = torch.stack([value.norm() for value in right.values()]).norm()
-    wrong = [
-        n for n, g in shown_gradients(model).items() if not torch.allclose(g, right[n], rtol=1e-4, atol=1e-6)
-    ]
+    wrong = [n for n, g in shown_gradients(model).items() if not torch.allclose(g, right[n], rtol=1e-4, atol=1e-6)]
     return wrong + ([] if torch.allclose(model.clip_grad_norm_(1e9), norm, rtol=1e-5) else ["norm"])
 
 

@@ -300,9 +300,7 @@ def stacked(ranks: Collectives, door: str) -> tuple[dict[str, Tensor], int]:
     if door == "fully_shard":
         flatparam.fully_shard(model, mesh=mesh["data"])
     else:
-        model = flatparam.FullyShardedDataParallel(
-            model, device_mesh=mesh["data"], use_orig_params=door == "originals"
-        )
+        model = flatparam.FullyShardedDataParallel(model, device_mesh=mesh["data"], use_orig_params=door == "originals")
     optimizer = of_stacks(model.parameters())
     train(model, [optimizer], range(STEPS), STACKS)
     return shown(model), optimizer.whole_steps

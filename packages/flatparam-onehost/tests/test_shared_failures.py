@@ -76,9 +76,7 @@ def _steps(comm: ProcessGroupCollectives, moment: str, directory: str) -> None:
         _tell(directory, comm, error)
 
 
-@pytest.mark.parametrize(
-    ("moment", "last"), [("before it starts", 3), ("while it writes", 3), ("while it reads", 4)]
-)
+@pytest.mark.parametrize(("moment", "last"), [("before it starts", 3), ("while it writes", 3), ("while it reads", 4)])
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, moment: str, last: int) -> None:
     """Killed at any moment, a rank is named by all others, with the call that needs it; the segment is in no directory."""
     with pytest.raises(RankDied, match="rank 1 of 3 was killed by SIGKILL"):

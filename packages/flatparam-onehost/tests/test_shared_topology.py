@@ -160,9 +160,7 @@ def test_a_world_of_threads_needs_none() -> None:
     """In a world of threads 'auto' is that world, and 'shared_memory' an error that says what it is for."""
 
     def program(comm: Collectives) -> bool:
-        with pytest.raises(
-            ValueError, match=r"found ThreadCollectives.*for the processes of a process group"
-        ):
+        with pytest.raises(ValueError, match=r"found ThreadCollectives.*for the processes of a process group"):
             resolve_topology("shared_memory")
         return resolve_topology("auto").shard is comm
 

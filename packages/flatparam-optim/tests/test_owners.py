@@ -14,9 +14,7 @@ from flatparam_optim.matrices.matrix_owners import Job, choose_owners, lower_bou
 
 Shapes = Sequence[Sequence[tuple[int, int]]]
 
-LLAMA_70B: Shapes = 80 * [
-    [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *2 * [(28672, 8192)], (8192, 28672)]
-]
+LLAMA_70B: Shapes = 80 * [[(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *2 * [(28672, 8192)], (8192, 28672)]]
 """The matrices of a model like Llama 70B, by block."""
 _ATTENTION = [(1536, 7168), (12288, 1536), (576, 7168), (16384, 512), (7168, 8192)]
 KIMI_K2: Shapes = [
@@ -126,9 +124,7 @@ def test_whole_matrices_stay_where_they_are() -> None:
 def plans(draw: st.DrawFn) -> tuple[list[Job], int, int]:
     ranks, replicas = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     holder = st.tuples(st.integers(0, ranks - 1), st.integers(1, 9))
-    job = st.builds(
-        Job, st.integers(1, 50), st.lists(holder, min_size=1, max_size=3, unique_by=lambda pair: pair[0])
-    )
+    job = st.builds(Job, st.integers(1, 50), st.lists(holder, min_size=1, max_size=3, unique_by=lambda pair: pair[0]))
     return draw(st.lists(job, max_size=12)), ranks, replicas
 
 
@@ -154,9 +150,7 @@ def test_owners_can_be_confined_to_holders(case: tuple[list[Job], int, int]) -> 
     """If a matrix has to stay with a rank that holds some of it, it does."""
     jobs, ranks, replicas = case
     confined = [
-        attrs.evolve(
-            job, places=[rank + ranks * replica for rank, _ in job.holders for replica in range(replicas)]
-        )
+        attrs.evolve(job, places=[rank + ranks * replica for rank, _ in job.holders for replica in range(replicas)])
         for job in jobs
     ]
     for job, owner in zip(confined, choose_owners(confined, ranks, replicas), strict=True):

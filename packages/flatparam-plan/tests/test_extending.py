@@ -194,10 +194,7 @@ def test_blocks_that_differ_are_no_run() -> None:
 
 def test_a_parameter_that_no_unit_in_the_block_holds_is_no_run() -> None:
     """The root's size depends on the number of blocks then, and is padded."""
-    assert (
-        runs_of(Template(on_meta(Model)), Setup(wrap=NamedUnits({f"blocks.{n}.up": True for n in range(12)})))
-        == []
-    )
+    assert runs_of(Template(on_meta(Model)), Setup(wrap=NamedUnits({f"blocks.{n}.up": True for n in range(12)}))) == []
 
 
 def test_a_program_that_does_something_now_and_then_is_rehearsed_whole() -> None:
@@ -227,10 +224,7 @@ def test_the_planner_rehearses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_choice_of_few_units_is_rehearsed_with_all_blocks() -> None:
     """What few blocks do not show is seen in the end, and then everything is rehearsed whole."""
     setup = Setup(world_size=4, device="accelerator")
-    assert (
-        rehearse_repeated(program(Late), Template(on_meta(Late)), attrs.evolve(setup, wrap="Block"))
-        is not None
-    )
+    assert rehearse_repeated(program(Late), Template(on_meta(Late)), attrs.evolve(setup, wrap="Block")) is not None
     found = fit(program(Late), setup, memory=10**9, profile="h100")
     assert not found.best.rehearsal.is_laid_out
     assert found.best.costs == rehearse(program(Late), found.best.setup).costs

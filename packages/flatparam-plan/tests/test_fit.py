@@ -285,9 +285,7 @@ def test_the_policy_keeps_the_groups_of_a_hybrid_strategy() -> None:
 def test_the_policy_wraps_what_is_not_sharded(ranks: int) -> None:
     """One rank, and NO_SHARD, have nothing to gather: the blocks are units, and nothing is chosen to be kept."""
     strategy = ShardingStrategy.NO_SHARD
-    choices, units, _ = run_threads(
-        ranks, functools.partial(wrapped, sharding_strategy=strategy, depth=2), PLENTY
-    )[0]
+    choices, units, _ = run_threads(ranks, functools.partial(wrapped, sharding_strategy=strategy, depth=2), PLENTY)[0]
     assert {"blocks.0", "blocks.1"} <= units.keys()
     assert any(line.startswith("blocks.0") and line.endswith("whole on each rank") for line in choices)
 
@@ -299,9 +297,7 @@ def refused(world: Collectives, **arguments: Any) -> str:
     if arguments.pop("ignores", False):
         arguments["ignored_modules"] = [model.head]
     with pytest.raises(PlanError) as caught:
-        FullyShardedDataParallel(
-            model, process_group=world, auto_wrap_policy=planned(memory, "h100"), **arguments
-        )
+        FullyShardedDataParallel(model, process_group=world, auto_wrap_policy=planned(memory, "h100"), **arguments)
     return str(caught.value)
 
 

@@ -128,11 +128,7 @@ def test_what_was_measured_is_laid_out_again(rehearsed: Rehearsal) -> None:
     laps = laps_of(stretches, span=3.0, call=0.5)
     laid = stretches.laid(stretches.timed([laps, laps]))
     assert sum(laid) == pytest.approx(laps[-1].end - laps[0].begin)
-    marks = [
-        seconds
-        for seconds, entry in zip(laid, stretches.step, strict=True)
-        if entry.kind in ("issued", "waited")
-    ]
+    marks = [seconds for seconds, entry in zip(laid, stretches.step, strict=True) if entry.kind in ("issued", "waited")]
     # A collective right after another mark has the stretch between, too. All times are made longer by one factor, so that
     # they add up to the whole step.
     assert {round(seconds / min(marks), 9) for seconds in marks} == {1.0, 7.0}
@@ -175,9 +171,7 @@ def test_stretches_of_an_unknown_kind_take_as_long_as_the_known_ones() -> None:
 
 def test_kernels_share_their_stretch_by_their_estimates(rehearsed: Rehearsal) -> None:
     """Twice as slow a profile changes no share: the same laps are laid out in the same way."""
-    slow = attrs.evolve(
-        ROUGH, flops={name: rate / 2 for name, rate in ROUGH.flops.items()}, launch=ROUGH.launch * 2
-    )
+    slow = attrs.evolve(ROUGH, flops={name: rate / 2 for name, rate in ROUGH.flops.items()}, launch=ROUGH.launch * 2)
     slow = attrs.evolve(slow, memory_bandwidth=ROUGH.memory_bandwidth / 2)
     laid = []
     for profile in (ROUGH, slow):
@@ -197,9 +191,7 @@ def test_a_sample_of_one_rank_has_three_blocks_and_times_its_steps(rehearsed: Re
     timings = sample.timings()
     predicted = predict(rehearse(program(), alone), ROUGH, timings)
     assert predicted.is_measured
-    assert predicted.seconds == pytest.approx(
-        sum(Stretches.of(rehearse(program(), alone), ROUGH).laid(timings))
-    )
+    assert predicted.seconds == pytest.approx(sum(Stretches.of(rehearse(program(), alone), ROUGH).laid(timings)))
     assert predicted.seconds > 0
 
 
@@ -234,9 +226,7 @@ def test_a_profile_that_gives_what_was_measured(rehearsed: Rehearsal) -> None:
     ("took", "latency", "bandwidth"),
     [((3.0, 5.0), 1.0, 500.0), ((5.0, 3.0), 0.0, 375.0), ((1.0, 5.0), 0.0, 500.0)],
 )
-def test_a_way_through_the_times_of_collectives(
-    took: tuple[float, float], latency: float, bandwidth: float
-) -> None:
+def test_a_way_through_the_times_of_collectives(took: tuple[float, float], latency: float, bandwidth: float) -> None:
     """A line through them; through zero, if larger ones took no longer, or small ones less than nothing would."""
     calls = {
         ("waited", "forward", ("all_gather", 2000, None)): took[0],

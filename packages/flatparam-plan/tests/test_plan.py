@@ -229,8 +229,7 @@ def test_an_accelerators_schedule_gathers_ahead() -> None:
     """An accelerator takes memory for units that are gathered ahead."""
     assert planned(device="accelerator").numel == planned().numel
     assert (
-        planned(device="accelerator").costs.steps[-1].collectives.keys()
-        == planned().costs.steps[-1].collectives.keys()
+        planned(device="accelerator").costs.steps[-1].collectives.keys() == planned().costs.steps[-1].collectives.keys()
     )
 
 
@@ -309,9 +308,7 @@ def test_wrong_setups_are_refused(settings: dict[str, object], match: str) -> No
         planned(**settings)
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A factory with arguments, as a table, as JSON, side by side, checked and drawn."""
     source = Path(__file__).read_text(encoding="utf-8").partition("def planned")[0]
     (tmp_path / "planned_models.py").write_text(source, encoding="utf-8")
@@ -493,9 +490,7 @@ def test_no_cache_is_planned() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_said(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_planned_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A line says what was expected, without a traceback, and the exit code is 2."""
     assert main(["plan", *arguments]) == 2
     said = capsys.readouterr().err

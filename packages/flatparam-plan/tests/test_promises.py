@@ -59,9 +59,7 @@ for each in told:
 
 def test_modules_under_their_old_names() -> None:
     """They are the same objects, and the first import says where they went, to the line that imports."""
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", OLD], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     moved = "flatparam.planning has moved: import its names from flatparam_plan"
     assert done.stdout == f"DeprecationWarning <string> {moved}\n"

@@ -183,9 +183,7 @@ def test_a_whole_program_is_traced(tmp_path: Path, how: str) -> None:
         command[1:1] = ["-m", "flatparam", "trace", *words]
     else:
         environment["FLATPARAM_TRACE"] = str(folder)
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "['--fast']" in done.stdout
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]

@@ -26,9 +26,7 @@ DTYPES = [
 
 def skips(positions: list[int]) -> int:
     """How many bytes of 255 stand between the gaps of increasing positions, one by one."""
-    return sum(
-        (position - before - 1) // 255 for before, position in zip([-1, *positions], positions, strict=False)
-    )
+    return sum((position - before - 1) // 255 for before, position in zip([-1, *positions], positions, strict=False))
 
 
 def formula(positions: list[int], exceptions: list[int], itemsize: int) -> int:
@@ -54,9 +52,7 @@ def test_changes_come_back(dtype: torch.dtype) -> None:
     """Whichever elements changed, and however, the receiver gets exactly their new bits, in the bytes of the formula."""
     chosen = random.Random(3)
     for numel, share in [(1, 1.0), (7, 0.5), (600, 0.001), (600, 0.3), (70_000, 0.0002), (5_000, 0.999)]:
-        old = bits_of(
-            torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype)
-        )
+        old = bits_of(torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype))
         positions = sorted(chosen.sample(range(numel), max(1, int(share * numel))))
         by = [chosen.choice([1, 1, 1, -1, -1, 17]) for _ in positions]
         where = torch.tensor(positions)

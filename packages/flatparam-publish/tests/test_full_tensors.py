@@ -68,9 +68,7 @@ def test_names_and_dtype() -> None:
         model = shard_case(CASES["buffers"], ranks)
         given: dict[str, Tensor] = {}
         publish(model, given.__setitem__, names=names, dtype=HALF, every_rank=True)
-        wanted = {
-            f"model.{name}" if "layer" in name else name: v for name, v in expected(model, HALF).items()
-        }
+        wanted = {f"model.{name}" if "layer" in name else name: v for name, v in expected(model, HALF).items()}
         assert_equal(given, wanted)
         return given
 
@@ -138,9 +136,7 @@ def test_one_bucket_is_gathered_while_one_is_used() -> None:
 
     order, *_ = run_threads(2, program)
     numbers = (2, 3, 4, 4)
-    assert order == [
-        f"{layer}.{kind} after {numbers[layer]}" for layer in range(4) for kind in ("weight", "bias")
-    ]
+    assert order == [f"{layer}.{kind} after {numbers[layer]}" for layer in range(4) for kind in ("weight", "bias")]
 
 
 @each_row("bucket", [1, 500, 10**6])

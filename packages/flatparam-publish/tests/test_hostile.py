@@ -76,9 +76,7 @@ def nothing(path: Path) -> None:
     """The file is gone."""
 
 
-@pytest.mark.parametrize(
-    "make", [fifo, endless, circle, directory, sparse, nothing], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [fifo, endless, circle, directory, sparse, nothing], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("which", [manifest_of, catalogue_of, packet_of], ids=lambda which: which.__name__)
 def test_irregular_files(which: Callable[[Path], Path], make: Callable[[Path], None], tmp_path: Path) -> None:
     """In the place of each file: an error of the receiver, which keeps its version; the publisher replaces it."""

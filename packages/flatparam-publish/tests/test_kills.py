@@ -114,11 +114,7 @@ def test_the_receiver_is_killed(tmp_path: Path) -> None:
                             file.write(f"{receiver.version} {digest(received)}\n")
 
             assert end_of(fork(work)) == -signal.SIGKILL
-            lines = [
-                line.split()
-                for line in log.read_text(encoding="utf-8").splitlines(keepends=True)
-                if "\n" in line
-            ]
+            lines = [line.split() for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if "\n" in line]
             versions = [int(version) for version, _ in lines]
             assert versions == sorted(set(versions))
             assert all(found == digest_of(int(version)) for version, found in lines)

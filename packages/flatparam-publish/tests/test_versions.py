@@ -69,9 +69,7 @@ def test_ranks_that_would_publish_different_tensors(different: Any, tmp_path: Pa
 
     def program(ranks: Collectives) -> None:
         model = shard(mlp(), ranks, use_orig_params=True)
-        with pytest.raises(
-            PublishError, match="rank 1 publishes other names, shapes or dtypes .* on every rank"
-        ):
+        with pytest.raises(PublishError, match="rank 1 publishes other names, shapes or dtypes .* on every rank"):
             publish(model, Mailbox(tmp_path), **different(ranks.rank))
         received: dict[str, Tensor] = {}
         assert not Receiver(received, Mailbox(tmp_path)).receive()
@@ -128,9 +126,7 @@ def test_into_modules(tmp_path: Path) -> None:
             for module, receiver in zip(modules, receivers, strict=True):
                 receiver.receive()
                 for key, value in module.state_dict().items():
-                    assert torch.equal(
-                        value, wanted["embed.weight" if "head" in key else key].to(value.dtype)
-                    )
+                    assert torch.equal(value, wanted["embed.weight" if "head" in key else key].to(value.dtype))
             change(model, step)
         assert modules[0].head.weight is modules[0].embed.weight
 
@@ -286,18 +282,14 @@ def test_slices(tmp_path: Path) -> None:
 
     def sliced(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         dims = {"transposed": 0, "conv.weight": 1, "conv.bias": 0, "wide": 1}
-        return {
-            name: value.chunk(2, dims[name])[rank] if name in dims else value
-            for name, value in tensors.items()
-        }
+        return {name: value.chunk(2, dims[name])[rank] if name in dims else value for name, value in tensors.items()}
 
     def program(ranks: Collectives) -> None:
         model = shard(make(), ranks, ("conv", ""))
         publisher = Publisher(model, Mailbox(tmp_path, slicing=slicing))
         received: list[dict[str, Tensor]] = [{}, {}]
         receivers = [
-            Receiver(tensors, Mailbox(tmp_path, slicing=slicing), part=part)
-            for part, tensors in enumerate(received)
+            Receiver(tensors, Mailbox(tmp_path, slicing=slicing), part=part) for part, tensors in enumerate(received)
         ]
         for step in range(4):
             published = publisher.publish()
@@ -602,9 +594,7 @@ def test_ranks_that_publish_to_different_places(tmp_path: Path) -> None:
         with pytest.raises(PublishError, match="rank 1: expected the folder of rank 0, .*0, found .*1; give"):
             Publisher(model, Mailbox(tmp_path / str(ranks.rank))).publish()
         slicing = Slicing(2) if ranks.rank else Slicing()
-        with pytest.raises(
-            PublishError, match=r"rank 1: .*slicing is .*size=1.* on rank 0, .*size=2.* on rank 1"
-        ):
+        with pytest.raises(PublishError, match=r"rank 1: .*slicing is .*size=1.* on rank 0, .*size=2.* on rank 1"):
             Publisher(model, Mailbox(tmp_path, slicing=slicing)).publish()
         assert not Receiver({}, Mailbox(tmp_path)).receive()
 

@@ -47,9 +47,7 @@ def test_copies_of_different_shards_are_refused() -> None:
     def rank(world: Collectives) -> str:
         rows = [world.subgroup(ranks) for ranks in ([0, 1], [2, 3])]
         crossed = [world.subgroup(ranks) for ranks in ([0, 3], [1, 2])]
-        shard, replicate = (
-            next(group for group in groups if group is not None) for groups in (rows, crossed)
-        )
+        shard, replicate = (next(group for group in groups if group is not None) for groups in (rows, crossed))
         module = seeded(lambda: Chain(1))
         shard_module(module, UnitPlan(Topology(shard, replicate)))
         return refused(lambda: loss(module, world.rank))

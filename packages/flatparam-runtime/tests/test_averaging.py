@@ -52,9 +52,7 @@ class Adapted(nn.Module):
 
 @each_row("frozen", [torch.float16, torch.bfloat16, torch.float64])
 @each_row("ranks", [1, 2, 4, 8])
-def test_gradients_beside_frozen_parameters_of_another_dtype_are_means(
-    ranks: int, frozen: torch.dtype
-) -> None:
+def test_gradients_beside_frozen_parameters_of_another_dtype_are_means(ranks: int, frozen: torch.dtype) -> None:
     """Sums in float16 are divided in two steps; frozen parameters in float16 change nothing for those beside them."""
 
     def loss(module: nn.Module, rank: int) -> Tensor:

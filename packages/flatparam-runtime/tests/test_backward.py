@@ -96,9 +96,7 @@ def gradients(way: Way, module: nn.Module, rank: int) -> Grads:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-def test_any_way_of_backward(
-    way: Way, use_orig_params: bool, free_after_forward: bool, device: torch.device
-) -> None:
+def test_any_way_of_backward(way: Way, use_orig_params: bool, free_after_forward: bool, device: torch.device) -> None:
     """However forwards and backwards are put together, the gradients are those of a local module, and all is freed."""
     module = sharded(
         Stack,

@@ -77,9 +77,7 @@ def test_gradients(kind: str, ranks: int, use_orig_params: bool, free_after_forw
             found.append(full_gradients(module))
         return found
 
-    expected = {
-        name: None if value is None else value.float() for name, value in reference(precision, ranks).items()
-    }
+    expected = {name: None if value is None else value.float() for name, value in reference(precision, ranks).items()}
     for found in run(ranks, steps):
         for each in found:
             check_same(each, expected)
@@ -158,9 +156,7 @@ class Without(nn.Module):
 )
 def test_a_unit_without_parameters_casts_as_a_root(casting: Casting, taken: torch.dtype) -> None:
     """A unit without parameters casts because it is outermost, or because it restores its outputs, not as a unit below."""
-    module = sharded(
-        Without, SingleCollectives(), units=["layer"], precision=Precision(HALF), casting=casting
-    )
+    module = sharded(Without, SingleCollectives(), units=["layer"], precision=Precision(HALF), casting=casting)
     module(batch())
     assert module.taken == [taken]
 

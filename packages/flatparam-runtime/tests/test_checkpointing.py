@@ -285,9 +285,7 @@ def test_recomputation_inside_a_unit_gathers_once() -> None:
 @each_row("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 def test_recomputation_around_a_unit_gathers_once(reentrant: bool) -> None:
     """A unit inside a checkpoint is gathered once in backward, for its recomputation and its gradients together."""
-    module = sharded(
-        lambda: Model(reentrant), SingleCollectives(), units=[f"parts.{i}.inner" for i in range(3)]
-    )
+    module = sharded(lambda: Model(reentrant), SingleCollectives(), units=[f"parts.{i}.inner" for i in range(3)])
     output = module(batch())
     log = EventLog()
     with observe(module, log):

@@ -95,9 +95,7 @@ def test_a_hook_that_does_the_same(stages: str, use_orig_params: bool) -> None:
 
     def step(world: Collectives) -> tuple[Grads, Grads]:
         where = rectangle(world, 2)
-        plain, module = (
-            sharded(Stack, where, units=BLOCKS, use_orig_params=use_orig_params) for _ in range(2)
-        )
+        plain, module = (sharded(Stack, where, units=BLOCKS, use_orig_params=use_orig_params) for _ in range(2))
         state = Counting(where)
         for stage, method in STAGES[stages]:
             install(module, stage, getattr(state, method))

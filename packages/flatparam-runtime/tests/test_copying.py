@@ -77,9 +77,7 @@ def test_a_copy_trains_by_itself(
             loss(module, collectives.rank).backward()
             module.zero_grad()
         twin = way(module)
-        assert [name for name, _ in twin.named_parameters()] == [
-            name for name, _ in module.named_parameters()
-        ]
+        assert [name for name, _ in twin.named_parameters()] == [name for name, _ in module.named_parameters()]
         loss(twin, collectives.rank).backward()
         assert all(p.grad is None for p in module.parameters())
         check_at_rest(twin)
@@ -98,9 +96,7 @@ def test_a_copy_trains_by_itself(
         check_same(own, expected)
 
 
-def test_a_copy_that_was_never_run_is_stepped(
-    way: Callable[[nn.Module], nn.Module], use_orig_params: bool
-) -> None:
+def test_a_copy_that_was_never_run_is_stepped(way: Callable[[nn.Module], nn.Module], use_orig_params: bool) -> None:
     """A copy computes with changes to its parameters before its first pass, such as those of a moving average."""
 
     def average(collectives: Collectives) -> dict[str, Tensor]:
@@ -243,9 +239,7 @@ def test_a_copy_asks_no_group_that_was_destroyed() -> None:
         assert parameter.data_ptr() != copied.data_ptr()
 
 
-@pytest.mark.parametrize(
-    "first", [lambda module: module(batch(0)), lambda module: module(batch(0)).sum().backward()]
-)
+@pytest.mark.parametrize("first", [lambda module: module(batch(0)), lambda module: module(batch(0)).sum().backward()])
 def test_a_copy_after_a_forward_pass_that_nothing_followed(
     first: Callable[[nn.Module], object], ranks: int, use_orig_params: bool
 ) -> None:

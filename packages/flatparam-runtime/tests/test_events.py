@@ -117,9 +117,7 @@ def test_what_is_taken_is_given_back() -> None:
     for taken, given in (("unshard", "reshard"), ("reduce", "finish")):
         for name in {each.unit for each in log.events}:
             mine = [each for each in log.events if each.unit == name]
-            assert sum(e.nbytes for e in mine if e.kind == taken) == sum(
-                e.nbytes for e in mine if e.kind == given
-            )
+            assert sum(e.nbytes for e in mine if e.kind == taken) == sum(e.nbytes for e in mine if e.kind == given)
 
 
 def test_observing_ends_with_the_context() -> None:

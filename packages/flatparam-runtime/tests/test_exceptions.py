@@ -133,11 +133,7 @@ def set_trap(module: Fragile, where: str, trap: Trap) -> None:
 
 PLACES = [
     *((place, at) for place in ("forward", "backward") for at in range(POINTS)),
-    *(
-        (place, at)
-        for place in ("inner forward", "user pre-hook", "user hook", "tensor hook")
-        for at in (0, 1)
-    ),
+    *((place, at) for place in ("inner forward", "user pre-hook", "user hook", "tensor hook") for at in (0, 1)),
     ("user pre-hook before ours", 1),
     ("user hook", 2),
 ]
@@ -378,9 +374,7 @@ def test_a_transform_of_torch_func_is_refused(warm: bool, use_orig_params: bool)
         if warm:
             module(x).sum().backward()
             zero_gradients(module)
-        with pytest.raises(
-            FlatParamError, match=r"inside a transform of torch\.func \(vmap\).* under torch\.no_grad"
-        ):
+        with pytest.raises(FlatParamError, match=r"inside a transform of torch\.func \(vmap\).* under torch\.no_grad"):
             torch.func.vmap(module)(x)
         check_at_rest(module)
         transforms: dict[str, Callable[[], Any]] = {

@@ -55,9 +55,7 @@ def test_full_parameters_are_there_exactly_during_the_call(use_orig_params: bool
     inside: list[Any] = []
 
     def look(child: nn.Module, args: Any) -> None:
-        inside.append(
-            (unit.phase, unit.residency, dict(block.named_parameters()).keys(), block.up.weight.shape)
-        )
+        inside.append((unit.phase, unit.residency, dict(block.named_parameters()).keys(), block.up.weight.shape))
 
     block.up.register_forward_pre_hook(look)
     assert is_part_of_shard(block.up.weight, unit)
@@ -255,9 +253,7 @@ def test_user_hooks_see_full_parameters() -> None:
     """Forward hooks of the user run while the parameters are there before, and may replace the input and the output."""
     module = sharded(Stack, SingleCollectives(), units=BLOCKS)
     shapes = []
-    module.blocks[0].register_forward_pre_hook(
-        lambda m, args: (shapes.append(m.up.weight.shape), (args[0] * 2,))[1]
-    )
+    module.blocks[0].register_forward_pre_hook(lambda m, args: (shapes.append(m.up.weight.shape), (args[0] * 2,))[1])
     module.blocks[0].register_forward_hook(lambda m, args, output: output + 1)
     local = seeded(Stack)
     local.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
@@ -330,9 +326,7 @@ def test_tracing_is_refused_by_name() -> None:
         for _ in range(2):
             with (
                 summon_full_params(module, writeback=False),
-                pytest.raises(
-                    FlatParamError, match=r"inside torch\.jit\.trace\(\).*load model\.state_dict\(\)"
-                ),
+                pytest.raises(FlatParamError, match=r"inside torch\.jit\.trace\(\).*load model\.state_dict\(\)"),
             ):
                 torch.jit.trace(module, batch(0))
             module(batch(0)).sum().backward()

@@ -102,9 +102,7 @@ CALL_ENDED: list[tuple[str, bool, dict[str, Any], dict[str, Any], dict[str, Any]
     [(f, c, m, g) for _, g, f, c, m in CALL_ENDED],
     ids=[row[0] for row in CALL_ENDED],
 )
-def test_after_a_call(
-    facts: dict[str, Any], of_call: dict[str, Any], more: dict[str, Any], goes: bool
-) -> None:
+def test_after_a_call(facts: dict[str, Any], of_call: dict[str, Any], more: dict[str, Any], goes: bool) -> None:
     """Each row of CALL_ENDED decides as it says."""
     more = {"around": RECORDED} | more
     assert may_free(_unit(**facts), Juncture.CALL_ENDED, _call(**of_call), **more) is goes

@@ -45,9 +45,7 @@ def all_but_a_bias() -> Chain:
 
 
 @each_row("make", [frozen_middle, frozen_start, frozen_inside, all_but_a_bias])
-def test_frozen_parameters(
-    make: type[Chain], ranks: int, use_orig_params: bool, free_after_forward: bool
-) -> None:
+def test_frozen_parameters(make: type[Chain], ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """Gradients flow through frozen units, which get none, and are freed as soon as their input's gradient is there."""
 
     def step(collectives: Collectives) -> Grads:

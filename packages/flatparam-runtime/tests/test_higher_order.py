@@ -93,9 +93,7 @@ def test_backward_that_makes_a_graph(ranks: int, use_orig_params: bool, free_aft
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_one_graph_several_times(
-    times: int, ranks: int, use_orig_params: bool, free_after_forward: bool
-) -> None:
+def test_one_graph_several_times(times: int, ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """``retain_graph=True``: each backward pass through one graph adds its gradients."""
 
     def step(collectives: Collectives) -> list[Grads]:
@@ -112,9 +110,7 @@ def test_one_graph_several_times(
     once = mean_gradients(seeded(Stack), loss, ranks)
     for found in run(ranks, step):
         for number, each in enumerate(found, 1):
-            check_same(
-                each, {name: None if value is None else number * value for name, value in once.items()}
-            )
+            check_same(each, {name: None if value is None else number * value for name, value in once.items()})
 
 
 def test_gradients_at_the_input(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:

@@ -82,16 +82,12 @@ def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 @each_row("shape", [(), (0,), (1,), (3, 5), (FEW.value,)])
-@each_row(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int8]
-)
+@each_row("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int8])
 def test_few_elements_are_added_up_as_many(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A small parameter has the same checksum in Python and by torch's operator, whatever its bits and its strides."""
     parameter = nn.Parameter(any_bits(shape, dtype).t() if len(shape) == 2 else any_bits(shape, dtype), False)
     assert _sum_of_few(parameter) == _sum(parameter).item()
-    large = nn.Parameter(
-        torch.cat([parameter.detach().reshape(-1), torch.zeros(FEW.value + 1, dtype=dtype)]), False
-    )
+    large = nn.Parameter(torch.cat([parameter.detach().reshape(-1), torch.zeros(FEW.value + 1, dtype=dtype)]), False)
     found = InitialWeights.of(["small", "large"], [parameter, large]).checksums()
     assert found["small"] == found["large"] == _sum(parameter).item()
 

@@ -43,9 +43,7 @@ def loss(module: nn.Module, rank: int) -> Tensor:
 
 
 def model(collectives: Collectives | None = None, *, use_orig_params: bool = False, **more: object) -> Stack:
-    return sharded(
-        Stack, collectives or SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params, **more
-    )
+    return sharded(Stack, collectives or SingleCollectives(), units=BLOCKS, use_orig_params=use_orig_params, **more)
 
 
 def test_summoned_parameters_are_those_of_the_local_model(
@@ -58,9 +56,7 @@ def test_summoned_parameters_are_those_of_the_local_model(
         before = list(module.parameters())
         with summon_full_params(module):
             inside = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
-            assert all(
-                isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters()
-            )
+            assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in module.parameters())
             assert all(unit.showing.pins == 1 for unit in units_in(module))
         assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
         check_at_rest(module)
@@ -238,9 +234,7 @@ def test_changes_between_forward_and_backward_are_refused(free_after_forward: bo
     total = loss(module, 0)
     with summon_full_params(module), torch.no_grad():
         module.blocks[1].up.weight.mul_(2)
-    with pytest.raises(
-        FlatParamError, match=r"parameters were changed .* between its forward pass and the backward"
-    ):
+    with pytest.raises(FlatParamError, match=r"parameters were changed .* between its forward pass and the backward"):
         total.backward()
     with torch.no_grad():
         module(batch())
@@ -320,9 +314,7 @@ def test_gathering_anything_of_the_shards_shape(ranks: int) -> None:
                 full = gather_full(unit, handle, numbers + handle.layout.shard_numel * handle.rank)
                 assert full.tolist() == list(range(handle.layout.numel))
                 for slot, view in zip(handle.layout.slots, full_views(handle, full), strict=True):
-                    assert memory_view(view, slot.spec).tolist() == list(
-                        range(slot.span.start, slot.span.stop)
-                    )
+                    assert memory_view(view, slot.spec).tolist() == list(range(slot.span.start, slot.span.stop))
                     found.append(tuple(view.shape))
         return found
 

@@ -156,9 +156,7 @@ class Asking(nn.Module):
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["no-grad", "recorded"])
-def test_a_parameter_that_is_only_asked_for_its_dtype_is_not_kept(
-    recorded: bool, use_orig_params: bool
-) -> None:
+def test_a_parameter_that_is_only_asked_for_its_dtype_is_not_kept(recorded: bool, use_orig_params: bool) -> None:
     """The loan of what nobody computes with, or keeps, ends when its unit is called: the chain stays sharded."""
 
     def ask(collectives: Collectives) -> list[int]:
@@ -249,9 +247,7 @@ def test_units_that_borrow_from_each_other_are_refused() -> None:
         module(batch(0))
         head, root = (next(u for u in units_in(module) if u.name == name) for name in ("head", "(root)"))
         head.borrow(root, "body.weight")
-        with pytest.raises(
-            FlatParamError, match=r"rank \d: .*'\(root\)' reads parameter 'weight' of unit 'head'"
-        ):
+        with pytest.raises(FlatParamError, match=r"rank \d: .*'\(root\)' reads parameter 'weight' of unit 'head'"):
             root.borrow(head, "weight")
         head.give_back(root)
 
@@ -409,9 +405,7 @@ def test_a_view_that_a_hook_keeps_stays_right(
         module = sharded(Reader, collectives, units=UNITS, **plan)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         kept: list[Tensor] = []
-        module.head.register_forward_hook(
-            lambda head, *_: kept.extend([head.weight.detach(), head.weight.data[1:]])
-        )
+        module.head.register_forward_hook(lambda head, *_: kept.extend([head.weight.detach(), head.weight.data[1:]]))
         for _ in range(2):
             with torch.set_grad_enabled(recorded):
                 out = module(batch(collectives.rank), "call head")
@@ -430,9 +424,7 @@ def test_a_view_that_a_hook_keeps_stays_right(
             assert torch.equal(found[0], found[2]) is not recorded
 
 
-def test_a_backward_hook_reads_whole_parameters(
-    ranks: int, use_orig_params: bool, free_after_forward: bool
-) -> None:
+def test_a_backward_hook_reads_whole_parameters(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """A full backward hook that reads a parameter of another unit has it whole, and the pass frees it."""
 
     def read(collectives: Collectives) -> list[Tensor]:

@@ -72,24 +72,17 @@ def warned(change: Callable[[Stack], None], use_orig_params: bool, *, copied: bo
         (add_bias, "(root)", "'stem.scale'"),
     ],
 )
-def test_newcomers_are_named(
-    change: Callable[[Stack], None], unit: str, names: str, use_orig_params: bool
-) -> None:
+def test_newcomers_are_named(change: Callable[[Stack], None], unit: str, names: str, use_orig_params: bool) -> None:
     """Each rank warns once of parameters that came in after the module was sharded, and says what to do."""
     messages = warned(change, use_orig_params)
     assert len(messages) == 2
     for message in messages:
-        assert (
-            f"unit {unit!r}: no unit holds {names}, which came into the module after it was sharded"
-            in message
-        )
+        assert f"unit {unit!r}: no unit holds {names}, which came into the module after it was sharded" in message
         assert "replace or add modules before the model is sharded" in message
 
 
 @each_row("change", [replace_with_frozen, replace_with_unit, nothing])
-def test_what_is_frozen_or_sharded_is_no_newcomer(
-    change: Callable[[Stack], None], use_orig_params: bool
-) -> None:
+def test_what_is_frozen_or_sharded_is_no_newcomer(change: Callable[[Stack], None], use_orig_params: bool) -> None:
     """A new module that is a unit, or whose parameters are frozen, gets no warning."""
     assert warned(change, use_orig_params) == []
 

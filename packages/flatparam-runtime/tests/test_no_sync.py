@@ -30,9 +30,7 @@ def loss(module: nn.Module, rank: int, step: int = 0) -> Tensor:
     return out
 
 
-def accumulated(
-    make: type[nn.Module], ranks: int, steps: int, device: torch.device | str | None = None
-) -> Grads:
+def accumulated(make: type[nn.Module], ranks: int, steps: int, device: torch.device | str | None = None) -> Grads:
     """Each rank's gradients added up over the steps, as one reduction then sums them over ranks."""
     found: Grads = {}
     for rank in range(ranks):
@@ -190,9 +188,7 @@ def test_one_unit_may_wait_alone(ranks: int, free_after_forward: bool) -> None:
     for first, later in run(ranks, train):
         held = {name for name in one if name.startswith("blocks.0.")}
         assert all(first[name] is None for name in held)
-        check_same(
-            {n: g for n, g in first.items() if n not in held}, {n: g for n, g in one.items() if n not in held}
-        )
+        check_same({n: g for n, g in first.items() if n not in held}, {n: g for n, g in one.items() if n not in held})
         check_same({n: later[n] for n in held}, {n: both[n] for n in held})
         check_same(
             {n: g for n, g in later.items() if n not in held},

@@ -47,9 +47,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def _alone(
-    ranks: int, micros: int, make: Callable[..., torch.optim.Optimizer], clip: bool
-) -> dict[str, Tensor]:
+def _alone(ranks: int, micros: int, make: Callable[..., torch.optim.Optimizer], clip: bool) -> dict[str, Tensor]:
     """One process that leaves the bad step out."""
     model = seeded(_model)
     optimizer = make(model.parameters())
@@ -97,9 +95,7 @@ def test_a_step_is_left_out_as_one_process_leaves_it_out(
     def rank(world: Collectives) -> tuple[dict[str, Tensor], int]:
         notice_optimizers()
         where: Collectives | Topology = rectangle(world, 2) if shape == "hybrid" else world
-        model = sharded(
-            _model, where, units=["0", "2"], nonfinite="skip", use_orig_params=use_orig_params, **plan
-        )
+        model = sharded(_model, where, units=["0", "2"], nonfinite="skip", use_orig_params=use_orig_params, **plan)
         optimizer = make(model.parameters())
         for step in range(STEPS):
             for micro in range(micros):
@@ -173,9 +169,7 @@ def test_an_error_names_rank_and_parameter_and_changes_nothing(use_orig_params: 
     for number, (message, again, same) in enumerate(run(2, rank)):
         assert same
         assert message == again
-        assert message.startswith(
-            f"rank {number}: gradients are infinite or not a number: rank 1 has computed that of"
-        )
+        assert message.startswith(f"rank {number}: gradients are infinite or not a number: rank 1 has computed that of")
         assert "'0.weight'" in message
         assert "call zero_grad()" in message
 
@@ -393,9 +387,7 @@ def test_ranks_that_ask_for_different_things() -> None:
     with pytest.raises(RankError) as raised:
         run_threads(2, rank)
     assert isinstance(raised.value.__cause__, DivergenceError)
-    assert "rank 0 has nonfinite of unit '(root)': ignore; rank 1 has nonfinite" in str(
-        raised.value.__cause__
-    )
+    assert "rank 0 has nonfinite of unit '(root)': ignore; rank 1 has nonfinite" in str(raised.value.__cause__)
 
 
 def test_a_value_that_is_none_of_the_three() -> None:

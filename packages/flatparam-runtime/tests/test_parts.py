@@ -43,9 +43,7 @@ class PartsCollectives(ForwardingCollectives):
         super().__init__(inner)
         self.flat = self.parts = 0
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         self.flat += 1
         return self.inner.reduce_scatter(output, full, op=op, label=label)
 

@@ -23,9 +23,7 @@ LEGAL = {
     (Phase.REDUCING, Phase.IDLE),
     (Phase.INSPECTING, Phase.IDLE),
 }
-ILLEGAL = sorted(
-    {(a, b) for a in Phase for b in Phase} - LEGAL, key=lambda step: (step[0].name, step[1].name)
-)
+ILLEGAL = sorted({(a, b) for a in Phase for b in Phase} - LEGAL, key=lambda step: (step[0].name, step[1].name))
 
 
 @each_row(("current", "target"), ILLEGAL, ids=[f"{a.name}-{b.name}" for a, b in ILLEGAL])

@@ -48,9 +48,7 @@ def test_a_plan_cannot_be_changed(name: str) -> None:
 def test_equal_plans_are_equal() -> None:
     """Plans are compared by their fields."""
     assert UnitPlan(Topology(SingleCollectives())) == UnitPlan(Topology(SingleCollectives()))
-    assert UnitPlan(Topology(SingleCollectives())) != UnitPlan(
-        Topology(SingleCollectives()), free_after_forward=False
-    )
+    assert UnitPlan(Topology(SingleCollectives())) != UnitPlan(Topology(SingleCollectives()), free_after_forward=False)
 
 
 @each_row(

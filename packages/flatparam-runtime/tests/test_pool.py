@@ -62,9 +62,7 @@ def step_in_inference(module: nn.Module) -> None:
 
 
 @each_row("way", [step, evaluate, step_in_inference])
-def test_nothing_is_kept_between_passes(
-    way: Callable[[nn.Module], None], ranks: int, free_after_forward: bool
-) -> None:
+def test_nothing_is_kept_between_passes(way: Callable[[nn.Module], None], ranks: int, free_after_forward: bool) -> None:
     """After a step and after an evaluation no byte is in use and none is kept."""
 
     def rank(collectives: Collectives) -> list[tuple[int, int]]:

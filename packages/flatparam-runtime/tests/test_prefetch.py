@@ -53,9 +53,7 @@ class Noted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.wire.compute(f"forward {self.name}", self.seconds)
-        out: Tensor = Mark.apply(
-            self.layer(x), lambda: self.wire.compute(f"backward {self.name}", 2 * self.seconds)
-        )  # type: ignore[no-untyped-call]
+        out: Tensor = Mark.apply(self.layer(x), lambda: self.wire.compute(f"backward {self.name}", 2 * self.seconds))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -120,9 +118,7 @@ def test_backward_prefetch_before_compute() -> None:
     for number in reversed(range(1, DEPTH)):
         begin = place(lines, f"begin all_gather blocks.{number - 1}")
         assert begin < place(lines, f"compute backward blocks.{number}")
-        assert place(lines, f"wait all_gather blocks.{number - 1}") > place(
-            lines, f"compute backward blocks.{number}"
-        )
+        assert place(lines, f"wait all_gather blocks.{number - 1}") > place(lines, f"compute backward blocks.{number}")
         if number < DEPTH - 1:
             assert begin > place(lines, f"compute backward blocks.{number + 1}"), "one unit ahead, not two"
 
@@ -169,9 +165,7 @@ def test_reductions_are_waited_for_one_unit_later(order: BackwardOrder) -> None:
         begin = place(lines, f"begin reduce_scatter blocks.{number}")
         wait = place(lines, f"wait reduce_scatter blocks.{number}")
         assert begin < place(lines, f"compute backward blocks.{number - 1}") < wait
-        assert wait < place(lines, f"begin reduce_scatter blocks.{number - 1}"), (
-            "two gradient buffers at most"
-        )
+        assert wait < place(lines, f"begin reduce_scatter blocks.{number - 1}"), "two gradient buffers at most"
 
 
 def step_seconds(plan: PrefetchPlan, transfer: float) -> tuple[float, float]:

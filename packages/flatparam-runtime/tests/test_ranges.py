@@ -41,9 +41,7 @@ def test_the_ranges_of_a_step() -> None:
         "rate_limiter",
     }
     assert names <= profiled_step(module)
-    later = sharded(
-        Stack, SingleCollectives(), units=BLOCKS, prefetch=PrefetchPlan(0, BackwardOrder.AFTER_COMPUTE)
-    )
+    later = sharded(Stack, SingleCollectives(), units=BLOCKS, prefetch=PrefetchPlan(0, BackwardOrder.AFTER_COMPUTE))
     assert "_post_backward_prefetch" in profiled_step(later)
 
 

@@ -102,9 +102,7 @@ def test_single_parameters_are_frozen_and_thawed(ranks: int) -> None:
             assert [n for n, g in each.items() if g is None] == [n for n, g in wanted.items() if g is None]
 
 
-def test_a_whole_unit_is_frozen_and_thawed(
-    ranks: int, use_orig_params: bool, free_after_forward: bool
-) -> None:
+def test_a_whole_unit_is_frozen_and_thawed(ranks: int, use_orig_params: bool, free_after_forward: bool) -> None:
     """A unit that is frozen is reduced once more, so that ranks can differ, and then no more; thawed, it trains again."""
 
     def steps(collectives: Collectives) -> tuple[Grads, Grads, list[list[str]]]:

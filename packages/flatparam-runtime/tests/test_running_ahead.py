@@ -98,9 +98,7 @@ def test_a_gradient_is_a_mean_whenever_somebody_looks(
     def program(collectives: Collectives) -> tuple[Grads, list[Tensor], Grads]:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
         seen: list[Tensor] = []
-        parameters = [
-            p for unit in units_in(module) for handle in unit.handles for p in handle.exposure.parameters()
-        ]
+        parameters = [p for unit in units_in(module) for handle in unit.handles for p in handle.exposure.parameters()]
         for parameter in parameters if watched else ():
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
         loss(module, collectives.rank).backward()
@@ -130,9 +128,7 @@ def test_what_waits_to_be_divided_is_added_to(pretend: Pretend, use_orig_params:
 
     def step(collectives: Collectives) -> Grads:
         units = [f"parts.{number}.inner" for number in range(3)]
-        module = sharded(
-            lambda: Checkpointed(True), collectives, units=units, use_orig_params=use_orig_params
-        )
+        module = sharded(lambda: Checkpointed(True), collectives, units=units, use_orig_params=use_orig_params)
         twice(module, collectives.rank).backward()
         return full_gradients(module)
 
@@ -226,9 +222,7 @@ def test_a_backward_pass_that_raises(pretend: Pretend) -> None:
     check_same(full_gradients(module), mean_gradients(seeded(Stack), loss, 1))
 
 
-def captured(
-    pretend: Pretend, module: nn.Module, step: Callable[[], Tensor], ledger: ByteLedger | None = None
-) -> None:
+def captured(pretend: Pretend, module: nn.Module, step: Callable[[], Tensor], ledger: ByteLedger | None = None) -> None:
     """Warm up, then take a step of which the device says that it is captured."""
     pretend(runs_ahead=True)
     step().backward()

@@ -83,9 +83,7 @@ def test_values_survive_sharding(ranks: int, use_orig_params: bool) -> None:
     """The full parameters are, bit by bit, those that the module had."""
 
     def read(collectives: Collectives) -> dict[str, Tensor]:
-        return full_parameters(
-            sharded(Stack, collectives, units=["blocks.1"], use_orig_params=use_orig_params)
-        )
+        return full_parameters(sharded(Stack, collectives, units=["blocks.1"], use_orig_params=use_orig_params))
 
     expected = dict(seeded(Stack).named_parameters())
     for found in run(ranks, read):
@@ -118,9 +116,7 @@ def test_ignored_modules_stay_whole(use_orig_params: bool) -> None:
     def step(collectives: Collectives) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
         module = seeded(Stack)
         ignored = list(module.blocks[0].parameters())
-        shard_module(
-            module, plan(collectives, use_orig_params=use_orig_params), ignored_modules=[module.blocks[0]]
-        )
+        shard_module(module, plan(collectives, use_orig_params=use_orig_params), ignored_modules=[module.blocks[0]])
         assert all(a is b for a, b in zip(ignored, module.blocks[0].parameters(), strict=True))
         loss(module, collectives.rank).backward()
         check_at_rest(module)
@@ -244,9 +240,7 @@ def test_an_original_replaced_after_sharding_is_taken_over(ranks: int, name: str
     """With originals, the full values of a new object are what the next step computes with, and it gets the gradient."""
 
     def replaced(module: nn.Module) -> nn.Module:
-        module.get_submodule(name).weight = nn.Parameter(
-            torch.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) / 10
-        )
+        module.get_submodule(name).weight = nn.Parameter(torch.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) / 10)
         return module
 
     def step(collectives: Collectives) -> dict[str, Tensor | None]:

@@ -57,9 +57,7 @@ def _train(world: Collectives, how: str, optimizer_class: type[torch.optim.Optim
         ("twice", r"rank 0 was at the gather of unit .*; rank 1 was at the step of \w+\(lr=0.1"),
     ],
 )
-def test_a_rank_that_steps_differently(
-    how: str, told: str, optimizer_class: type[torch.optim.Optimizer]
-) -> None:
+def test_a_rank_that_steps_differently(how: str, told: str, optimizer_class: type[torch.optim.Optimizer]) -> None:
     """A step that one rank leaves out, repeats, or takes with another learning rate is named on every rank."""
     with pytest.raises(RankError) as raised:
         run_threads(2, _train, how, optimizer_class)

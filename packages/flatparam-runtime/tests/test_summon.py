@@ -88,8 +88,7 @@ def test_any_combination(asked: dict[str, bool], ranks: int, use_orig_params: bo
 
 
 SHOWN: list[dict[str, bool]] = [
-    {"rank0_only": first, "with_grads": second}
-    for first, second in itertools.product([False, True], repeat=2)
+    {"rank0_only": first, "with_grads": second} for first, second in itertools.product([False, True], repeat=2)
 ]
 
 
@@ -98,9 +97,7 @@ SHOWN: list[dict[str, bool]] = [
 @pytest.mark.parametrize("inner", SHOWN, ids=told)
 def test_one_inside_another(outer: dict[str, bool], inner: dict[str, bool], use_orig_params: bool) -> None:
     """An inner context that asks for no more than the outer shows it again; one that asks for more is refused."""
-    enough = (inner["rank0_only"] or not outer["rank0_only"]) and (
-        outer["with_grads"] or not inner["with_grads"]
-    )
+    enough = (inner["rank0_only"] or not outer["rank0_only"]) and (outer["with_grads"] or not inner["with_grads"])
 
     def nest(collectives: Collectives) -> Grads:
         module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)

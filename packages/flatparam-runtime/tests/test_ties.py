@@ -148,9 +148,7 @@ def test_a_shared_parameter_is_one_object(use_orig_params: bool) -> None:
     assert left is not None
     assert right is not None
     assert (right.links.lenders, left.links.borrowers) == ([left], [right])
-    assert (
-        sum(handle.layout.fqns.count("up.weight") for unit in (left, right) for handle in unit.handles) == 1
-    )
+    assert sum(handle.layout.fqns.count("up.weight") for unit in (left, right) for handle in unit.handles) == 1
     for _ in range(2):
         with summon_full_params(module):
             assert module.left.up.weight is module.right.up.weight

@@ -69,9 +69,7 @@ def test_another_order_on_one_rank_is_named(
         run_threads(2, rank)
     error = raised.value.__cause__
     assert isinstance(error, DivergenceError)
-    assert "the ranks run different models: rank 0 runs the Stack that was called first as number" in str(
-        error
-    )
+    assert "the ranks run different models: rank 0 runs the Stack that was called first as number" in str(error)
 
 
 @each_row("how", ["different", "loaded", "copied"])
@@ -92,9 +90,7 @@ def test_another_order_at_the_first_call_is_told(how: str, use_orig_params: bool
             evaluate(model)
 
     if how == "different":
-        with pytest.raises(
-            RankError, match=r"call different models first: rank 0 calls the Stack that is unit \d"
-        ):
+        with pytest.raises(RankError, match=r"call different models first: rank 0 calls the Stack that is unit \d"):
             run_threads(2, rank)
     else:
         told = r"call different models first.*if they are the same model, all is well"

@@ -91,9 +91,7 @@ def test_one_gather_for_each_flat_parameter() -> None:
     log = EventLog()
     with observe(module, log):
         module(batch()).sum().backward()
-    counts = {
-        op: sum(entry[:2] == ("begin", op) for entry in wire.log) for op in ("all_gather", "reduce_scatter")
-    }
+    counts = {op: sum(entry[:2] == ("begin", op) for entry in wire.log) for op in ("all_gather", "reduce_scatter")}
     assert counts == {"all_gather": 3, "reduce_scatter": 2}
     assert [event.nbytes for event in log.events if event.kind == "reduce"] == [20 * (2 + 4)]
     assert {handle.residency for handle in unit.handles} == {Residency.SHARDED}

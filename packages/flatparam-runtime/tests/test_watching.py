@@ -98,8 +98,7 @@ def sometimes(module: nn.Module, rank: int, step: int) -> Tensor:
 def hooks(module: nn.Module) -> dict[str, int]:
     """The number of leaves of each unit that have a hook of their own."""
     return {
-        unit.name: sum(len(watch.hooked) for _, _, watch in leaf_watches(unit.handles))
-        for unit in units_in(module)
+        unit.name: sum(len(watch.hooked) for _, _, watch in leaf_watches(unit.handles)) for unit in units_in(module)
     }
 
 

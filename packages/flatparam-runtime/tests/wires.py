@@ -72,9 +72,7 @@ class WiredCollectives(ForwardingCollectives):
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         return self._timed("all_gather", label, self.inner.all_gather(output, shard, label=label))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         pending = self.inner.reduce_scatter(output, full, op=op, label=label)
         return self._timed("reduce_scatter", label, pending)
 
@@ -121,9 +119,7 @@ class BreakingCollectives(ForwardingCollectives):
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
         return self._breaking("all_gather", self.inner.all_gather(output, shard, label=label))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         return self._breaking("reduce_scatter", self.inner.reduce_scatter(output, full, op=op, label=label))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:

@@ -95,9 +95,7 @@ def full_gradients(module: nn.Module) -> Grads:
                 if parameter.grad is not None:
                     shard[fragment.in_shard.as_slice()] = parameter.grad.reshape(-1)
             everyone = unit.plan.topology.shard.exchange(missing, label="test")
-            missing = [
-                nobody_has_gradient(handle, n, list(of)) for n, of in enumerate(zip(*everyone, strict=True))
-            ]
+            missing = [nobody_has_gradient(handle, n, list(of)) for n, of in enumerate(zip(*everyone, strict=True))]
         full = gather_full(unit, handle, shard.detach())
         for fqn, view, absent in zip(handle.layout.fqns, full_views(handle, full), missing, strict=True):
             found[prefix + fqn] = None if absent else view.clone()

@@ -117,9 +117,7 @@ def copies_to_the_device(device: torch.device) -> Facts:
 def copies_of_lists(device: torch.device) -> Facts:
     """Lists of tensors that are copied between the host and the device."""
     targets = [torch.zeros(2).pin_memory(), torch.zeros(3).pin_memory()]
-    torch._foreach_copy_(
-        targets, [torch.ones(2, device=device), torch.ones(3, device=device)], non_blocking=True
-    )
+    torch._foreach_copy_(targets, [torch.ones(2, device=device), torch.ones(3, device=device)], non_blocking=True)
     before = [target.tolist() for target in targets]
     torch.accelerator.synchronize()
     return {"before": before, "after": [target.tolist() for target in targets]}

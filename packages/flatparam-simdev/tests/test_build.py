@@ -32,9 +32,7 @@ def test_what_is_built_is_not_built_again(tmp_path: Path, monkeypatch: pytest.Mo
     """A module of this torch, this Python and this source is used as it is."""
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\necho once >> "$0.calls"\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n'
-    )
+    compiler.write_text('#!/bin/sh\necho once >> "$0.calls"\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     assert build.built() == build.built()

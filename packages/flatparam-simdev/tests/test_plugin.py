@@ -53,9 +53,7 @@ def test_whole_files_of_tests(tmp_path: Path) -> None:
         "no:cacheprovider",
         "-rA",
     ]
-    ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert "3 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
     assert "ERROR test_it.py::test_hasty" in ended.stdout
     assert "race over device memory: aten::mul" in ended.stdout

@@ -168,9 +168,7 @@ def test_functions_that_cannot_be_found_again_are_refused() -> None:
         raise NotImplementedError
 
     for fn in (inner, lambda comm: None):
-        with pytest.raises(
-            ValueError, match=r"expected a function at the top level of a module, found .*move it out"
-        ):
+        with pytest.raises(ValueError, match=r"expected a function at the top level of a module, found .*move it out"):
             run_processes(2, fn)
     with pytest.raises(ValueError, match="found world_size=0"):
         run_processes(0, _backward)
@@ -218,9 +216,7 @@ def test_a_rank_that_cannot_join_does_not_take_the_blame(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(process_child.dist, "init_process_group", closed)
     plan = process_child.ChildPlan(0, 2, FunctionReference.of(_fail), b"", "/nowhere", 1.0)
-    with pytest.raises(
-        CollectiveError, match="rank 0: init_process_group: Connection closed by peer"
-    ) as raised:
+    with pytest.raises(CollectiveError, match="rank 0: init_process_group: Connection closed by peer") as raised:
         process_child._join(plan)
     assert process_child._report(raised.value).is_consequence
 

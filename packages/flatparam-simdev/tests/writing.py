@@ -55,9 +55,7 @@ class Writer:
         accesses += [Access(block, *extent, True) for block in writes]
         self._add(Record(kind, stream, name, tuple(accesses), 0, NBYTES))
 
-    def kernel(
-        self, stream: int, name: str, *, reads: Iterable[int] = (), writes: Iterable[int] = ()
-    ) -> None:
+    def kernel(self, stream: int, name: str, *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
         """A stream runs a kernel."""
         self.use(Kind.KERNEL, stream, name, reads=reads, writes=writes)
 

@@ -24,9 +24,7 @@ UNITS_OF_NESTED = [("",), ("inner.1.0", "inner.1", "inner", ""), ("inner",), ("l
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_a_saved_state_is_what_is_saved_after_loading_it(
-    name: str, world_size: int, use_orig_params: bool
-) -> None:
+def test_a_saved_state_is_what_is_saved_after_loading_it(name: str, world_size: int, use_orig_params: bool) -> None:
     """Every kind of model takes the unsharded model's state over bit for bit; nothing is missing or left over."""
     case = CASES[name]
 
@@ -39,9 +37,7 @@ def test_a_saved_state_is_what_is_saved_after_loading_it(
     for before, report, state in same_on_all(world_size, rank):
         assert report == ([], [], [])
         assert_same_state(state, case.build(seed=7).state_dict())
-        assert any(
-            not torch.equal(value, before[key]) for key, value in state.items() if torch.is_tensor(value)
-        )
+        assert any(not torch.equal(value, before[key]) for key, value in state.items() if torch.is_tensor(value))
 
 
 @each_row("target", UNITS_OF_NESTED, ids=["root", "deep", "no root", "others"])
@@ -52,9 +48,7 @@ def test_other_world_size_other_units_other_exposure(
     """A state that one sharded model saved is loaded by another that is sharded in every respect differently."""
 
     def save(ranks: Collectives) -> Any:
-        return model_state_dict(
-            shard(Case(Nested).build(), ranks, ("inner", ""), use_orig_params=use_orig_params)
-        )
+        return model_state_dict(shard(Case(Nested).build(), ranks, ("inner", ""), use_orig_params=use_orig_params))
 
     saved = same_on_all(sizes[0], save)[0]
 
@@ -91,13 +85,9 @@ def test_loading_replaces_parameters_that_are_kept_for_the_next_forward(use_orig
         model = shard_case(case, ranks, use_orig_params=use_orig_params, seed=8, early=False)
         with no_sync(model):
             model(torch.ones(4, 3)).sum().backward()
-            assert all(place.handle.is_unsharded for place in places_in(model)), (
-                "the test needs stale parameters"
-            )
+            assert all(place.handle.is_unsharded for place in places_in(model)), "the test needs stale parameters"
             load(model, case.build().state_dict())
-            assert not any(place.handle.is_unsharded for place in places_in(model)), (
-                "nobody reads the old values"
-            )
+            assert not any(place.handle.is_unsharded for place in places_in(model)), "nobody reads the old values"
             return model(torch.ones(4, 3)).detach()
 
     for output in same_on_all(2, rank):
@@ -205,9 +195,7 @@ def test_unknown_names_are_left_in_the_state() -> None:
 
 def test_values_are_cast_as_torch_casts_them(use_orig_params: bool) -> None:
     """A state in a different dtype is rounded to the parameter's, as `load_state_dict` of the unsharded model does."""
-    state = {
-        name: value.double() * (1 + 1e-9) for name, value in CASES["one unit"].build().state_dict().items()
-    }
+    state = {name: value.double() * (1 + 1e-9) for name, value in CASES["one unit"].build().state_dict().items()}
 
     def rank(ranks: Collectives) -> Any:
         model = shard_case(CASES["one unit"], ranks, use_orig_params=use_orig_params, seed=8)

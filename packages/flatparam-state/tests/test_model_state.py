@@ -140,9 +140,7 @@ def test_each_parameter_owns_its_memory(use_orig_params: bool) -> None:
     """No two entries share memory, except those of one tied parameter; and none more than its own bytes."""
 
     def rank(ranks: Collectives) -> Any:
-        return model_state_dict(
-            shard_case(CASES["tied around a unit"], ranks, use_orig_params=use_orig_params)
-        )
+        return model_state_dict(shard_case(CASES["tied around a unit"], ranks, use_orig_params=use_orig_params))
 
     for state in same_on_all(2, rank):
         pointers = {name: value.untyped_storage().data_ptr() for name, value in state.items()}

@@ -27,9 +27,7 @@ def test_pieces_of_pinned_memory(sizes: list[int], most: int) -> None:
             assert start % 64 == 0
             end = start + sizes[number]
         assert end <= piece.nbytes < 2 * piece.nbytes_used
-    assert (
-        sum(piece.nbytes for piece in pieces) < 2 * sum(-(-size // 64) * 64 for size in sizes) or not placed
-    )
+    assert sum(piece.nbytes for piece in pieces) < 2 * sum(-(-size // 64) * 64 for size in sizes) or not placed
 
 
 def test_the_pieces_of_a_model() -> None:

@@ -21,9 +21,7 @@ from .worlds import assert_same_optimizer, made_up_gradients, named_state, same_
 UNITS = ("0", "2", "")
 
 
-@pytest.mark.parametrize(
-    ("make", "lacks"), [(lacking_a_parameter, "does not hold"), (lacking_a_step, "has no state")]
-)
+@pytest.mark.parametrize(("make", "lacks"), [(lacking_a_parameter, "does not hold"), (lacking_a_step, "has no state")])
 def test_a_hole_is_refused(
     make: Callable[..., torch.optim.Optimizer],
     lacks: str,

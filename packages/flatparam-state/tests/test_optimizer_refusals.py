@@ -65,18 +65,14 @@ def test_a_value_where_a_tensor_is_expected(use_orig_params: bool, value: Any) -
 def test_parameters_that_no_saved_group_holds(use_orig_params: bool) -> None:
     """A model with a parameter that the saved optimizer did not have: the error names it."""
     state = saved()
-    state["param_groups"][0]["params"] = [
-        n for n in state["param_groups"][0]["params"] if not n.startswith("2.")
-    ]
+    state["param_groups"][0]["params"] = [n for n in state["param_groups"][0]["params"] if not n.startswith("2.")]
     for message in refusal(use_orig_params, state):
         assert "'2.weight'" in message
 
 
 def test_an_optimizer_of_another_model(use_orig_params: bool) -> None:
     """Loading for an optimizer that holds a foreign parameter says which, and what to do, as saving does."""
-    for message in refusal(
-        use_orig_params, saved(), lambda p: adam([*p, torch.nn.Parameter(torch.zeros(2, 9))])
-    ):
+    for message in refusal(use_orig_params, saved(), lambda p: adam([*p, torch.nn.Parameter(torch.zeros(2, 9))])):
         assert "(2, 9)" in message
         assert "create the optimizer from model.parameters() after sharding" in message
 

@@ -261,9 +261,7 @@ def test_the_state_owns_its_memory(use_orig_params: bool) -> None:
 def test_moments_keep_memory_order_and_dtype(use_orig_params: bool) -> None:
     """A moment of a channels_last weight is channels_last; one of a bf16 weight is bf16."""
     case = Case(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last), nn.Linear(2, 2).bfloat16()
-        )
+        lambda: nn.Sequential(nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last), nn.Linear(2, 2).bfloat16())
     )
 
     def rank(ranks: Collectives) -> Any:

@@ -165,10 +165,7 @@ def one_description(ranks: Collectives, use_orig_params: bool) -> None:
         state = model_state_dict(model, form=form)
         tensors = {name: value for name, value in state.items() if hasattr(value, "local_shards")}
         described = {
-            name: [
-                (tuple(each.shard_offsets), tuple(each.shard_sizes))
-                for each in value.metadata().shards_metadata
-            ]
+            name: [(tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in value.metadata().shards_metadata]
             for name, value in tensors.items()
         }
         assert ranks.exchange(described) == [described] * ranks.size

@@ -90,9 +90,7 @@ def load(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], list[st
 # Optimizers
 
 
-def made_up_gradients(
-    model: nn.Module, seed: int, without: Collection[str] = ()
-) -> dict[str, torch.Tensor | None]:
+def made_up_gradients(model: nn.Module, seed: int, without: Collection[str] = ()) -> dict[str, torch.Tensor | None]:
     """A gradient for each trainable parameter of the unsharded `model` (in its memory order), except `without`."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor | None] = {}
@@ -138,15 +136,12 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return {
         "state": {order[number]: values for number, values in plain["state"].items()},
         "param_groups": [
-            {**group, "params": [order[number] for number in group["params"]]}
-            for group in plain["param_groups"]
+            {**group, "params": [order[number] for number in group["params"]]} for group in plain["param_groups"]
         ],
     }
 
 
-def assert_same_optimizer(
-    found: Mapping[str, Any], expected: Mapping[str, Any], *, ordered: bool = True
-) -> None:
+def assert_same_optimizer(found: Mapping[str, Any], expected: Mapping[str, Any], *, ordered: bool = True) -> None:
     """Assert the same names, values and groups; the order of names in a group too where `ordered`."""
     assert set(found["state"]) == set(expected["state"])
     for fqn, values in expected["state"].items():

@@ -129,9 +129,7 @@ def test_plain_passes_and_no_sync() -> None:
         return digest(model)
 
     spreads = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[3], [1], [2], [0]]]
-    found = [
-        run_threads(len(each), lambda world, each=each: rank(world, each[world.rank])) for each in spreads
-    ]
+    found = [run_threads(len(each), lambda world, each=each: rank(world, each[world.rank])) for each in spreads]
     assert len({digest for digests in found for digest in digests}) == 1
 
 
@@ -219,15 +217,9 @@ def test_a_narrow_wire() -> None:
         mine = [world.rank, world.rank + 3][: 2 if several else 1]
         contribution = [torch.zeros_like(each) for each in model.parameters()]
         for number in mine:
-            gradients = torch.autograd.grad(
-                model(batches(0)[number][0]).square().mean(), [*model.parameters()]
-            )
-            contribution = [
-                a + (number + 1) * b.double() for a, b in zip(contribution, gradients, strict=True)
-            ]
-        plan = UnitPlan(
-            Topology(RecordingCollectives(world, ledger)), use_orig_params=True, sums=ExactSums(wire)
-        )
+            gradients = torch.autograd.grad(model(batches(0)[number][0]).square().mean(), [*model.parameters()])
+            contribution = [a + (number + 1) * b.double() for a, b in zip(contribution, gradients, strict=True)]
+        plan = UnitPlan(Topology(RecordingCollectives(world, ledger)), use_orig_params=True, sums=ExactSums(wire))
         shard_module(model, plan)
         for number in mine:
             with accumulate(model, weight=number + 1):

@@ -123,9 +123,7 @@ def test_norms() -> None:
         found = exact_sum([values[:123], values[123:]])
         assert Fraction(int(found), 1 << 1074) == sum(map(Fraction, values.tolist()))
         squares = exact_sum([values.abs()])
-        assert abs(root_of(squares) - math.sqrt(Fraction(int(squares), 1 << 1074))) <= math.ulp(
-            root_of(squares)
-        )
+        assert abs(root_of(squares) - math.sqrt(Fraction(int(squares), 1 << 1074))) <= math.ulp(root_of(squares))
     assert exact_sum([]) == 0 == root_of(0)
     assert math.isinf(exact_sum([torch.tensor([1.0, math.inf]).double()]))
     assert math.isnan(exact_sum([torch.tensor([1.0, math.nan]).double()]))

@@ -169,10 +169,7 @@ def test_data_that_end_earlier(ranks: int) -> None:
     """A rank whose data have ended serves the others, and steps with them, until all have ended."""
     lengths = [2, 7, 0][:ranks]
     steps = [
-        [
-            [(torch.full((1, 2), float(rank + i)), rank + 1)] if i < lengths[rank] else []
-            for rank in range(ranks)
-        ]
+        [[(torch.full((1, 2), float(rank + i)), rank + 1)] if i < lengths[rank] else [] for rank in range(ranks)]
         for i in range(max(lengths))
     ]
 

@@ -60,9 +60,7 @@ def test_bytes_and_parts(name: str, numels: list[int]) -> None:
     sizes = [codec.nbytes(numel) for numel in numels]
     assert sizes == [NBYTES[name](numel) for numel in numels]
     assert source.numel() == sum(sizes)
-    for part, numel, begin in zip(
-        source.split(sizes), numels, torch.tensor([0, *numels]).cumsum(0), strict=False
-    ):
+    for part, numel, begin in zip(source.split(sizes), numels, torch.tensor([0, *numels]).cumsum(0), strict=False):
         if numel:
             alone = decoded(codec, encoded(codec, values[begin : begin + numel], [numel]), [numel])
             assert torch.equal(codec.decode(part, numel), alone)
@@ -155,9 +153,7 @@ def test_evaluation_in_full_precision() -> None:
     """With `full_precision_in_eval` evaluation computes with parameters that are not rounded, and training with rounded."""
 
     def rank(world: Collectives) -> None:
-        model = shard(
-            Topology(world), Wire(gather="int8"), full_precision_in_eval=True, free_after_forward=False
-        )
+        model = shard(Topology(world), Wire(gather="int8"), full_precision_in_eval=True, free_after_forward=False)
         plain = build()
         x = batch(0, 0)
         rounded_output = model(x)
@@ -214,9 +210,7 @@ def test_gradients_are_within_the_bound(name: str, shards: int) -> None:
             assert torch.equal(other[0][place], found[0][0][place])
             error = float((other[0][place].double() - mean).abs().max())
             # Blocks reach beyond a parameter, so the largest of the unit counts.
-            assert error <= stages * 1.1 * relative * max(
-                largest, max(float(e.abs().max()) for e in of_ranks[0])
-            )
+            assert error <= stages * 1.1 * relative * max(largest, max(float(e.abs().max()) for e in of_ranks[0]))
             assert error > 0
 
 

@@ -128,9 +128,7 @@ def test_a_module_that_was_moved_to_an_add_on_that_is_lacking() -> None:
 
 @pytest.mark.usefixtures("lacking")
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["a:b", "--world", "8", "--", "-x"]])
-def test_a_command_of_an_add_on_that_is_lacking(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_an_add_on_that_is_lacking(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`flatparam plan` says in a line what to install, whatever its arguments, and the status is 2."""
     pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="2"):
@@ -139,9 +137,7 @@ def test_a_command_of_an_add_on_that_is_lacking(
 
 
 @pytest.mark.usefixtures("lacking")
-@pytest.mark.parametrize(
-    "arguments", [["run", "x.py"], ["run", "-m", "x"], ["trace", "--out", "traces", "x.py"]]
-)
+@pytest.mark.parametrize("arguments", [["run", "x.py"], ["run", "-m", "x"], ["trace", "--out", "traces", "x.py"]])
 def test_a_command_that_runs_a_program_without_the_add_on(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,9 +227,7 @@ def test_other_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "error"),
     [("grumble", "it needs 100 % more"), ("mumble", "module 'greeting' has no attribute 'nothing'")],
 )
-def test_a_command_that_cannot_be_imported(
-    command: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_cannot_be_imported(command: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what it lacks, as the help does, and takes no other command with it."""
     pytest.importorskip("flatparam_files")
     with pytest.raises(SystemExit, match="2"):

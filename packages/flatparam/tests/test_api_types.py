@@ -50,10 +50,7 @@ def test_fields_and_defaults(name: str) -> None:
     """The same fields in the same order with the same defaults, in a mutable dataclass; ours may follow them."""
     mine, other = pair(name)
     described = [
-        [
-            (f.name, f.default if f.default is not dataclasses.MISSING else "required")
-            for f in dataclasses.fields(kind)
-        ]
+        [(f.name, f.default if f.default is not dataclasses.MISSING else "required") for f in dataclasses.fields(kind)]
         for kind in (mine, other)
     ]
     assert described[0][: len(described[1])] == described[1]

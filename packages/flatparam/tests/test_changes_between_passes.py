@@ -28,18 +28,14 @@ def rows(seed: int) -> torch.Tensor:
 class Run:
     """A model, its parameters by name, and the passes over it: batch `k` of every rank."""
 
-    def __init__(
-        self, model: nn.Module, ranks: range, waits: Waits, names: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: range, waits: Waits, names: Mapping[str, nn.Parameter]) -> None:
         """Train over the batches of `ranks`; `waits` is `no_sync`, or nothing for one process."""
         self._model, self._ranks, self._waits = model, ranks, waits
         self.weight, self.bias, self.first = names["1.weight"], names["1.bias"], names["0.weight"]
 
     def forward(self, batch: int) -> torch.Tensor:
         """The mean of the losses of the batch of each rank."""
-        losses = [
-            self._model(rows(100 * rank + batch)).square().mean() / len(self._ranks) for rank in self._ranks
-        ]
+        losses = [self._model(rows(100 * rank + batch)).square().mean() / len(self._ranks) for rank in self._ranks]
         return sum(losses, torch.zeros(()))
 
     def train(self, batch: int, *, waits: bool = False) -> None:
@@ -122,9 +118,7 @@ def build() -> nn.Module:
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["one unit", "units"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize(
-    "program", [thaw, freeze, freeze_between, freeze_module, look, take_turns, give_data]
-)
+@pytest.mark.parametrize("program", [thaw, freeze, freeze_between, freeze_module, look, take_turns, give_data])
 def test_changes_between_passes(program: Callable[[Run], None], strategy: str, by_layer: bool) -> None:
     """Every parameter has the gradient of one process, whatever was gathered, kept or frozen in between."""
     alone = build()

@@ -42,9 +42,7 @@ def averaging_in_place(world: Collectives, gradient: Tensor) -> None:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_hook_that_averages(
-    strategy: ShardingStrategy, hook: Any, rules: Any, use_orig_params: bool
-) -> None:
+def test_a_hook_that_averages(strategy: ShardingStrategy, hook: Any, rules: Any, use_orig_params: bool) -> None:
     """S-071: called for every unit with FSDP1's arguments, it trains to the bits of having none, under any rule."""
     calls: list[int] = []
 

@@ -85,9 +85,7 @@ def test_marks_for_the_compiler(torch_world: None, policy: Any, use_orig_params:
     mine, other = Batch(), Batch()
     found = marks(FSDP(mine, ignored_modules=[mine.norm], **arguments))
     expected = marks(
-        theirs.FullyShardedDataParallel(
-            other, ignored_modules=[other.norm], device_id=torch.device("cpu"), **arguments
-        )
+        theirs.FullyShardedDataParallel(other, ignored_modules=[other.norm], device_id=torch.device("cpu"), **arguments)
     )
     del found[""], expected[""]  # the outer wrapper itself
     assert found == expected

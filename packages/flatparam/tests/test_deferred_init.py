@@ -31,9 +31,7 @@ def fill(module: nn.Module) -> None:
     """A `param_init_fn`: values that depend on the shape only."""
     module.to_empty(device=torch.get_default_device(), recurse=False)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        torch.arange(
-            tensor.numel(), out=tensor.detach().view(-1)
-        ) if tensor.is_floating_point() else tensor.zero_()
+        torch.arange(tensor.numel(), out=tensor.detach().view(-1)) if tensor.is_floating_point() else tensor.zero_()
 
 
 class Normed(nn.Module):
@@ -60,9 +58,7 @@ def test_the_values_that_torch_gives(torch_world: None, policy: Any, use_orig_pa
     """S-018: with the same seed the parameters and buffers have the bits of torch's FSDP1 for the same meta module."""
     states = []
     for kind, wrap in ((theirs, theirs.FullyShardedDataParallel), (None, FSDP)):
-        chosen = (
-            None if policy is None else (kind.wrap.ModuleWrapPolicy if kind else ModuleWrapPolicy)(policy)
-        )
+        chosen = None if policy is None else (kind.wrap.ModuleWrapPolicy if kind else ModuleWrapPolicy)(policy)
         torch.manual_seed(3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -151,9 +147,7 @@ def test_ignored_modules_stay_on_the_meta_device() -> None:
 
 def test_only_modules_with_tensors_are_reset() -> None:
     """S-018: without `param_init_fn` containers and activations need no `reset_parameters`."""
-    model = FSDP(
-        on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))), HERE
-    )
+    model = FSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))), HERE)
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 

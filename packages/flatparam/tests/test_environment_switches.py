@@ -75,9 +75,7 @@ def test_fake_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(gradient[: len(part)], part)
 
 
-@pytest.mark.parametrize(
-    "name", ["FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE", "FSDP_SKIP_WRITEBACK_CHECK"]
-)
+@pytest.mark.parametrize("name", ["FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE", "FSDP_SKIP_WRITEBACK_CHECK"])
 def test_a_dangerous_switch_warns_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S-127: the first wrapper that finds it on says by name what it does; later ones are silent."""
     monkeypatch.setenv(name, "1")

@@ -108,9 +108,7 @@ def test_one_long_linear_layer_in_bfloat16() -> None:
     """The one line of the report: a layer without a bias, wrapped by itself, in bf16."""
 
     def rank(ranks: Collectives) -> None:
-        layer = FSDP(
-            nn.Linear(300, 300, bias=False), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
-        )
+        layer = FSDP(nn.Linear(300, 300, bias=False), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         layer(torch.ones(2, 300)).float().square().mean().backward()
         assert all(p.grad is not None for p in layer.parameters())
 
@@ -128,9 +126,7 @@ def late(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("form", ["full", "on rank 0"])
 @pytest.mark.parametrize("source_late", [False, True], ids=["early", "late"])
-def test_loading_after_late_activation_checkpointing(
-    source_late: bool, form: str, use_orig_params: bool
-) -> None:
+def test_loading_after_late_activation_checkpointing(source_late: bool, form: str, use_orig_params: bool) -> None:
     """A unit's module may be put into a checkpoint wrapper after wrapping: states of any form load, and it trains."""
 
     def build(seed: int) -> FSDP:
@@ -147,9 +143,7 @@ def test_loading_after_late_activation_checkpointing(
             late(source)
         rank0_only = form == "on rank 0"
         for model in (source, target):
-            FSDP.set_state_dict_type(
-                model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=rank0_only)
-            )
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=rank0_only))
         target.load_state_dict(source.state_dict())
         FSDP.set_state_dict_type(target, StateDictType.FULL_STATE_DICT)
         loss(target, ranks.rank).backward()
@@ -175,9 +169,7 @@ class Lazy:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         loaded = [each.tensor if isinstance(each, Lazy) else each for each in args]
-        named = {
-            name: each.tensor if isinstance(each, Lazy) else each for name, each in (kwargs or {}).items()
-        }
+        named = {name: each.tensor if isinstance(each, Lazy) else each for name, each in (kwargs or {}).items()}
         return function(*loaded, **named)
 
 
@@ -187,16 +179,12 @@ def test_tensor_likes_are_loaded(rank0_only: bool, with_shape: bool, use_orig_pa
     """Anything that becomes a tensor through `__torch_function__` loads as that tensor; a wrong shape is refused."""
 
     def rank(ranks: Collectives) -> Any:
-        model = FSDP(
-            seeded(Language, 2), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(Language, 2), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
         state: dict[str, Any] = {
             name: Lazy(value, with_shape) for name, value in seeded(Language, 1).state_dict().items()
         }
         if rank0_only:
-            with FSDP.state_dict_type(
-                model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
-            ):
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
                 model.load_state_dict(state if ranks.rank == 0 else {})
         else:
             wrong = {**state, "head.weight": Lazy(torch.ones(2, 2), with_shape)}
@@ -240,9 +228,7 @@ def test_torchs_functions_name_ours(name: str, below: bool, use_orig_params: boo
         model = nn.Sequential(model) if below else model
         optimizer = torch.optim.AdamW(model.parameters())
         before = copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(
-            FlatParamError, match=rf"rank {ranks.rank}: .*flatparam.checkpoint.state_dict .*{name}"
-        ):
+        with pytest.raises(FlatParamError, match=rf"rank {ranks.rank}: .*flatparam.checkpoint.state_dict .*{name}"):
             calls(model, optimizer)[name]()
         assert optimizer.state_dict() == before
 
@@ -331,9 +317,7 @@ class Ranks:
 def test_a_group_that_only_has_ranks(size: int, use_orig_params: bool) -> None:
     """Wrapping works with it and shards as that rank; a call is an error that says what was expected."""
     group = Ranks(1, size)
-    model = FSDP(
-        seeded(Language), group, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
-    )
+    model = FSDP(seeded(Language), group, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
     assert len(FSDP.fsdp_modules(model)) == 3
     assert (model.rank, model.world_size, model.process_group) == (1, size, group)
     total = sum(p.numel() for p in Language().parameters())
@@ -425,9 +409,7 @@ def test_the_way_from_the_meta_device_that_the_error_shows() -> None:
     lines = message.split("\n\n")[1]
     scope: dict[str, Any] = {"model": model}
     exec("\n".join(line[4:] for line in lines.splitlines()), scope)
-    wrapped = FSDP(
-        model, HERE, auto_wrap_policy=ModuleWrapPolicy({Norm}), param_init_fn=scope["param_init_fn"]
-    )
+    wrapped = FSDP(model, HERE, auto_wrap_policy=ModuleWrapPolicy({Norm}), param_init_fn=scope["param_init_fn"])
     state = wrapped.state_dict()
     assert {name: value.unique().tolist() for name, value in state.items()} == {
         "first.weight": [0.5],

@@ -187,9 +187,7 @@ def test_a_field_of_torchs_policy_that_is_unknown() -> None:
     """A later torch may have more fields: one with a different value than its default is refused by name."""
     import dataclasses
 
-    newer = dataclasses.make_dataclass(
-        "MixedPrecisionPolicy", [("param_dtype", Any, None), ("extra", int, 0)]
-    )
+    newer = dataclasses.make_dataclass("MixedPrecisionPolicy", [("param_dtype", Any, None), ("extra", int, 0)])
 
     def rank(ranks: Collectives) -> None:
         fully_shard(nn.Linear(2, 2), mp_policy=newer())
@@ -319,9 +317,7 @@ def test_unshard_and_reshard() -> None:
         listed = dict(model.named_parameters())
         assert sum(parameter.numel() for name, parameter in listed.items() if "block" in name) < 38
         model.block.reshard()
-        assert (
-            sum(parameter.numel() for layer in model.block for parameter in layer._parameters.values()) < 38
-        )
+        assert sum(parameter.numel() for layer in model.block for parameter in layer._parameters.values()) < 38
         assert model.unshard() is None
         assert torch.equal(model.scale, torch.ones(3))
         model.reshard()
@@ -548,9 +544,7 @@ def test_clipping_counts_all_ranks() -> None:
             torch.testing.assert_close(clip(model.parameters(), 0.5), expected)
             torch.testing.assert_close(model.scale.grad, reference.scale.grad)
             with pytest.raises(FlatParamError, match="call flatparam.clip_grad_norm_"):
-                torch.nn.utils.get_total_norm(
-                    [p.grad for p in model.block.parameters() if p.grad is not None]
-                )
+                torch.nn.utils.get_total_norm([p.grad for p in model.block.parameters() if p.grad is not None])
         # Of a single parameter, which one of the ranks does not have; of a flat parameter; and of what is not sharded.
         model = sharded()
         loss(model).backward()

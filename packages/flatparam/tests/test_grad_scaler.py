@@ -89,9 +89,7 @@ def test_signature() -> None:
     for name in ("scale", "update"):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (ShardedGradScaler, Theirs))
         assert list(ours.parameters) == list(theirs.parameters)
-        assert [p.default for p in ours.parameters.values()] == [
-            p.default for p in theirs.parameters.values()
-        ]
+        assert [p.default for p in ours.parameters.values()] == [p.default for p in theirs.parameters.values()]
 
 
 def test_it_is_a_grad_scaler() -> None:
@@ -125,9 +123,7 @@ def flat(value: Any) -> Any:
 @each_row("name", OUTPUTS)
 def test_scaled_outputs_are_torchs(name: str) -> None:
     """S-122: tensors, lists, tuples and iterables are scaled as torch scales them, each in the dtype it had."""
-    ours, theirs = (
-        kind("cpu", init_scale=8.0).scale(OUTPUTS[name]()) for kind in (ShardedGradScaler, Theirs)
-    )
+    ours, theirs = (kind("cpu", init_scale=8.0).scale(OUTPUTS[name]()) for kind in (ShardedGradScaler, Theirs))
     assert flat(ours) == flat(theirs)
 
 
@@ -365,9 +361,7 @@ def test_training_a_sharded_model(use_orig_params: bool) -> None:
                 overflowed.append(any(not g.isfinite().all() for g in grads if g is not None))
                 super().unscale_(optimizer)
 
-        scales = trained_with(
-            Watching("cpu", init_scale=4.0), model, lambda step: loss_of(model, step, ranks.rank)
-        )
+        scales = trained_with(Watching("cpu", init_scale=4.0), model, lambda step: loss_of(model, step, ranks.rank))
         return scales, model.state_dict(), overflowed[1]
 
     found = on_ranks(2, sharded)

@@ -41,17 +41,13 @@ def test_ignored_parameters(use_orig_params: bool) -> None:
     assert sorted(model._unit.handles[0].layout.fqns) == ["0.bias", "2.bias", "2.weight", "4.weight"]
 
 
-@pytest.mark.parametrize(
-    "policy", [None, ModuleWrapPolicy({nn.Sequential, nn.Linear})], ids=["whole", "policy"]
-)
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Sequential, nn.Linear})], ids=["whole", "policy"])
 def test_ignored_parts_are_not_reduced_and_are_saved(policy: Any, use_orig_params: bool) -> None:
     """Each rank has its own gradient of an ignored parameter; the state has it beside the others, in place."""
 
     def rank(ranks: Collectives) -> Any:
         module = seeded(mlp)
-        model = FSDP(
-            module, auto_wrap_policy=policy, use_orig_params=use_orig_params, ignored_modules=[module[2]]
-        )
+        model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params, ignored_modules=[module[2]])
         model(torch.full((2, 3), float(ranks.rank + 1))).sum().backward()
         return module[2].weight.grad, model.state_dict()
 

@@ -184,9 +184,7 @@ def test_the_module_in_the_wrapper_now_is_called(use_orig_params: bool) -> None:
         with FSDP.summon_full_params(model, with_grads=True):
             return calls, [parameter.grad.clone() for parameter in model.parameters()]
 
-    for (once, expected), (twice, found) in zip(
-        on_ranks(2, rank, False), on_ranks(2, rank, True), strict=True
-    ):
+    for (once, expected), (twice, found) in zip(on_ranks(2, rank, False), on_ranks(2, rank, True), strict=True):
         assert (once, twice) == ([1, 1], [2, 2])
         for mine, other in zip(found, expected, strict=True):
             assert torch.equal(mine, other)

@@ -149,9 +149,7 @@ def test_fully_shard_gives_rules() -> None:
 
     def rank(world: Collectives) -> Any:
         model = seeded(Transformer)
-        fully_shard(
-            model, mesh=world, layout=layout.by({"head.*": layout.whole, nn.LayerNorm: layout.blocks(4)})
-        )
+        fully_shard(model, mesh=world, layout=layout.by({"head.*": layout.whole, nn.LayerNorm: layout.blocks(4)}))
         (flat,) = {id(p): p for p in map(_flat_of, model.parameters())}.values()
         return {slot.spec.fqn: str(slot.spec.rule) for slot in flat.flat_layout.slots}
 
@@ -204,9 +202,7 @@ def test_rules_for_optimizers(name: str, of_matrix: str, of_bias: str) -> None:
 @each_row("kind", [torch.optim.LBFGS, optimizer_named("Prodigy")])
 def test_no_layout_helps_what_looks_at_all_parameters(kind: type[torch.optim.Optimizer]) -> None:
     """The error says what does: no sharding."""
-    with pytest.raises(
-        ValueError, match="no layout makes it exact on shards; use sharding_strategy=NO_SHARD"
-    ):
+    with pytest.raises(ValueError, match="no layout makes it exact on shards; use sharding_strategy=NO_SHARD"):
         layout.for_optimizer(kind)
 
 
@@ -361,9 +357,7 @@ def test_a_layout_that_is_mostly_padding_gets_a_warning() -> None:
     def rank(world: Collectives) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            FullyShardedDataParallel(
-                nn.Linear(8, 8, bias=False), world, layout=layout.by({}, otherwise=layout.whole)
-            )
+            FullyShardedDataParallel(nn.Linear(8, 8, bias=False), world, layout=layout.by({}, otherwise=layout.whole))
         return [str(each.message) for each in caught]
 
     told = [message for messages in on_ranks(4, rank) for message in messages]

@@ -251,12 +251,7 @@ def load_each(
 
 #: Every pair of rules is in one of these, and every rule is a source and a target in each.
 THIRDS = [
-    [
-        (source, target)
-        for at, source in enumerate(RULES)
-        for to, target in enumerate(RULES)
-        if (at + to) % 3 == third
-    ]
+    [(source, target) for at, source in enumerate(RULES) for to, target in enumerate(RULES) if (at + to) % 3 == third]
     for third in range(3)
 ]
 
@@ -267,9 +262,7 @@ THIRDS = [
     [
         *(pytest.param(form, third, id=form) for form, third in zip(FORMS, THIRDS, strict=True)),
         *(
-            pytest.param(
-                form, list(itertools.product(RULES, RULES)), marks=pytest.mark.long, id=f"{form}-all"
-            )
+            pytest.param(form, list(itertools.product(RULES, RULES)), marks=pytest.mark.long, id=f"{form}-all")
             for form in FORMS
         ),
     ],

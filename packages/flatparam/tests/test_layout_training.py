@@ -100,9 +100,7 @@ def equal(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_layout_trains_the_same_bits(
-    kind: str, ranks: int, use_orig_params: bool, optimizer: str
-) -> None:
+def test_every_layout_trains_the_same_bits(kind: str, ranks: int, use_orig_params: bool, optimizer: str) -> None:
     """Element-wise optimizers end at the same full parameters, bit for bit, and padding stays zero."""
     make = OPTIMIZERS[optimizer]
     plain, ruled = (
@@ -314,9 +312,7 @@ def test_adafactor_is_exact_on_whole_parameters(ranks: int) -> None:
 
     def rank(world: Collectives) -> Any:
         rules = layout.for_optimizer(torch.optim.Adafactor)
-        return dict(
-            train(FullyShardedDataParallel(build(), world, use_orig_params=True, layout=rules)).state_dict()
-        )
+        return dict(train(FullyShardedDataParallel(build(), world, use_orig_params=True, layout=rules)).state_dict())
 
     expected = dict(train(build()).state_dict())
     assert equal(on_ranks(ranks, rank), [expected] * ranks)

@@ -31,12 +31,8 @@ CHANGES = {
     "a buffer is missing": lambda state, prefix: state.pop(prefix + "norm.running_mean"),
     "a name is unknown": lambda state, prefix: state.update({prefix + "first.gain": torch.ones(1)}),
     "a module is unknown": lambda state, prefix: state.update({prefix + "third.weight": torch.ones(1)}),
-    "a parameter has another shape": lambda state, prefix: state.update(
-        {prefix + "second.weight": torch.ones(2)}
-    ),
-    "a buffer has another shape": lambda state, prefix: state.update(
-        {prefix + "norm.running_var": torch.ones(7)}
-    ),
+    "a parameter has another shape": lambda state, prefix: state.update({prefix + "second.weight": torch.ones(2)}),
+    "a buffer has another shape": lambda state, prefix: state.update({prefix + "norm.running_var": torch.ones(7)}),
 }
 
 
@@ -72,9 +68,7 @@ def test_not_strict(prefix: str) -> None:
     state[prefix + "first.gain"] = state["more"] = torch.ones(1)
     report = model.load_state_dict(dict(state), strict=False)
     others = ["other.weight", "other.bias"] if prefix else []
-    assert sorted(report.missing_keys) == sorted(
-        [prefix + "first.bias", prefix + "norm.running_mean", *others]
-    )
+    assert sorted(report.missing_keys) == sorted([prefix + "first.bias", prefix + "norm.running_mean", *others])
     assert sorted(report.unexpected_keys) == sorted([prefix + "first.gain", "more"])
     now, before = model.state_dict(), seeded(Batch).state_dict()
     for name, value in seeded(Batch, 8).state_dict().items():
@@ -85,9 +79,7 @@ def test_a_wrong_shape_changes_no_parameter(use_orig_params: bool) -> None:
     """One shape that does not fit: every sharded parameter of every unit keeps its values, on every rank."""
 
     def rank(ranks: Collectives) -> Any:
-        model = FSDP(
-            seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
         state = seeded(mlp, 8).state_dict()
         state["4.weight"] = torch.ones(2, 2)
         with pytest.raises(RuntimeError, match=r"4\.weight"):
@@ -128,9 +120,7 @@ class Picky(nn.Module):
 
 
 @pytest.mark.parametrize("plain_parent", [False, True])
-def test_an_exception_while_loading_leaves_a_model_that_works(
-    use_orig_params: bool, plain_parent: bool
-) -> None:
+def test_an_exception_while_loading_leaves_a_model_that_works(use_orig_params: bool, plain_parent: bool) -> None:
     """A module that raises while it is loaded: the parameters are shown again, and the model can be used and saved."""
 
     def rank(ranks: Collectives) -> Any:
@@ -189,9 +179,7 @@ def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(what: str, use_ori
     change, message = MISFITS[what]
 
     def rank(ranks: Collectives) -> Any:
-        model = FSDP(
-            seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
         state: Any = seeded(mlp, 8).state_dict()
         good = dict(state)
         if ranks.rank == 1:

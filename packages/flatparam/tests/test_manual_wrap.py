@@ -133,8 +133,6 @@ def test_with_the_real_wrapper() -> None:
 
     with enable_wrap(wrapper_cls=FSDP, process_group=HERE, use_orig_params=True):
         model = wrap(Model())
-    kinds = [
-        (type(m.module).__name__, "_flat_param" in m.module._parameters) for m in FSDP.fsdp_modules(model)
-    ]
+    kinds = [(type(m.module).__name__, "_flat_param" in m.module._parameters) for m in FSDP.fsdp_modules(model)]
     assert kinds == [("Model", False), ("Linear", False), ("Linear", True)]
     assert list(model.state_dict()) == list(Model().state_dict())

@@ -78,9 +78,7 @@ def test_checkpoints_and_summoned_parameters_are_in_full_precision(use_orig_para
     made = seeded(mlp)
 
     def rank(world: Collectives) -> Any:
-        model = FSDP(
-            seeded(mlp), mixed_precision=MixedPrecision(param_dtype=BF16), use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(mlp), mixed_precision=MixedPrecision(param_dtype=BF16), use_orig_params=use_orig_params)
         with torch.no_grad():
             model(torch.ones(2, 3))
         with FSDP.summon_full_params(model):

@@ -67,8 +67,7 @@ def train(ranks: Collectives, nonfinite: str, setting: str, use_orig_params: boo
 def test_a_bad_step_is_as_if_it_had_not_been(setting: str, use_orig_params: bool) -> None:
     """`skip` and `raise` leave the bad step without effect, on all ranks alike; `ignore` loses the model."""
     found = {
-        nonfinite: on_ranks(2, train, nonfinite, setting, use_orig_params)
-        for nonfinite in ("skip", "raise", "ignore")
+        nonfinite: on_ranks(2, train, nonfinite, setting, use_orig_params) for nonfinite in ("skip", "raise", "ignore")
     }
     for nonfinite in ("skip", "raise"):
         first, second = found[nonfinite]

@@ -37,9 +37,7 @@ def test_training(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
     def rank(world: Collectives) -> Any:
         model = trained(world, sharding_strategy=strategy, use_orig_params=use_orig_params)
-        return {
-            (p.device, p.grad.device) for p in model.parameters() if p.grad is not None
-        }, model.state_dict()
+        return {(p.device, p.grad.device) for p in model.parameters() if p.grad is not None}, model.state_dict()
 
     for devices, state in on_ranks(2, rank):
         assert devices == {(CPU, CPU)}
@@ -100,17 +98,13 @@ def test_the_wrapper_says_so() -> None:
 
     def rank(world: Collectives) -> Any:
         offloaded = FSDP(mlp(), cpu_offload=OFFLOAD, auto_wrap_policy=LINEAR)
-        return [m.cpu_offload for m in FSDP.fsdp_modules(offloaded)], FSDP(
-            mlp(), cpu_offload=CPUOffload()
-        ).cpu_offload
+        return [m.cpu_offload for m in FSDP.fsdp_modules(offloaded)], FSDP(mlp(), cpu_offload=CPUOffload()).cpu_offload
 
     assert on_ranks(2, rank) == [([OFFLOAD] * 4, CPUOffload())] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-@pytest.mark.parametrize(
-    "precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 def test_between_an_accelerator_and_the_cpu(
     strategy: ShardingStrategy, precision: Any, use_orig_params: bool, accelerator: torch.device
 ) -> None:
@@ -129,9 +123,7 @@ def test_between_an_accelerator_and_the_cpu(
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen = []
-        model.module[0].module.register_forward_hook(
-            lambda layer, args, out: seen.append(layer.weight.device)
-        )
+        model.module[0].module.register_forward_hook(lambda layer, args, out: seen.append(layer.weight.device))
         norms = []
         for x in inputs(world.rank):
             optimizer.zero_grad()

@@ -252,9 +252,7 @@ def test_uses_while_offloaded(tmp_path: Path, use_orig_params: bool) -> None:
                 use()
         with pytest.raises(FlatParamError, match=refused), FSDP.summon_full_params(model):
             pass
-        with pytest.raises(
-            FlatParamError, match=r"Adam\.step\(\): the model's parameters are offloaded.*onload"
-        ):
+        with pytest.raises(FlatParamError, match=r"Adam\.step\(\): the model's parameters are offloaded.*onload"):
             optimizer.step()
         ema.update()
         with Checkpointer(tmp_path / "saved", model, optimizer, ranks=world) as checkpointer:
@@ -328,9 +326,7 @@ def test_nothing_keeps_the_memory_that_it_had(on_disk: bool, tmp_path: Path, use
         optimizer = adam(model)
         for _ in range(2):
             train(model, optimizer, [torch.ones(2, 64)])
-            had = {
-                each._cdata: each for each in map(torch.Tensor.untyped_storage, everything(model, optimizer))
-            }
+            had = {each._cdata: each for each in map(torch.Tensor.untyped_storage, everything(model, optimizer))}
             assert offload(model, folder=tmp_path if on_disk else None, optimizer=optimizer) > 0
             assert [torch._C._storage_Use_Count(address) for address in had] == [1] * len(had)
             onload(model, optimizer=optimizer)

@@ -35,9 +35,7 @@ def by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     plain = copy.deepcopy(optimizer.state_dict())
     return {
         "state": {names[number]: values for number, values in plain["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[n] for n in group["params"]]} for group in plain["param_groups"]
-        ],
+        "param_groups": [{**group, "params": [names[n] for n in group["params"]]} for group in plain["param_groups"]],
     }
 
 

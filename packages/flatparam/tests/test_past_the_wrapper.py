@@ -194,9 +194,7 @@ def test_parts_of_an_encoder_layer(policy: str, use_orig_params: bool) -> None:
         torch.backends.mha.set_fastpath_enabled(True)
 
     def rank(world: Collectives) -> Any:
-        model = FSDP(
-            seeded(make), auto_wrap_policy=ENCODER_POLICIES[policy], use_orig_params=use_orig_params
-        ).eval()
+        model = FSDP(seeded(make), auto_wrap_policy=ENCODER_POLICIES[policy], use_orig_params=use_orig_params).eval()
         with torch.no_grad():
             model(x)
             return model(x)
@@ -330,9 +328,7 @@ def test_a_state_past_the_wrapper(arguments: dict[str, Any] | None) -> None:
             inside = each[0] if arguments is None else each.module
             if ranks.rank == 0:
                 for save in (inside.save_pretrained, inside.state_dict):
-                    with pytest.raises(
-                        FlatParamError, match="rank 0.*save_pretrained.folder, state_dict=model.state"
-                    ):
+                    with pytest.raises(FlatParamError, match="rank 0.*save_pretrained.folder, state_dict=model.state"):
                         save()
             whole = each.state_dict()
             assert inside.save_pretrained(state_dict=whole) is whole

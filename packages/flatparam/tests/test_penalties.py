@@ -33,9 +33,7 @@ class Penalised(nn.Module):
         if over == "all":
             loss = loss + sum(p.square().sum() for p in self.parameters())
         elif over == "named":
-            loss = loss + sum(
-                p.square().sum() for name, p in self.named_parameters() if name.endswith("weight")
-            )
+            loss = loss + sum(p.square().sum() for name, p in self.named_parameters() if name.endswith("weight"))
         elif over == "children":
             loss = loss + sum(p.square().sum() for child in self.children() for p in child.parameters())
             assert len([next(child.parameters()).dtype for child in self.children()]) == 2
@@ -87,9 +85,7 @@ def gradients(model: nn.Module, loss: Callable[[nn.Module, int], torch.Tensor], 
     return {name: state[name] - value for name, value in model.state_dict().items()}, module.counted
 
 
-def expected(
-    loss: Callable[[nn.Module, int], torch.Tensor], ranks: int = 2
-) -> tuple[dict[str, Any], list[float]]:
+def expected(loss: Callable[[nn.Module, int], torch.Tensor], ranks: int = 2) -> tuple[dict[str, Any], list[float]]:
     model = seeded(Penalised)
     for rank in range(ranks):
         (loss(model, rank) / ranks).backward()

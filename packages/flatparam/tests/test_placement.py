@@ -148,9 +148,7 @@ def test_parameters_on_two_devices() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_moving_a_wrapped_module(use_orig_params: bool, offload: bool) -> None:
     """S-068: `model.cuda()` and `.cpu()` move shards, gradients and buffers, and the model trains on."""
-    model = FSDP(
-        Batch(), HERE, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params, device_id="cpu"
-    )
+    model = FSDP(Batch(), HERE, cpu_offload=CPUOffload(offload), use_orig_params=use_orig_params, device_id="cpu")
     model(torch.ones(2, 3)).sum().backward()
     model.cuda()
     assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}

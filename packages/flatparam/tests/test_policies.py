@@ -30,9 +30,7 @@ class Tree(nn.Module):
         super().__init__()
         self.own = nn.Parameter(torch.randn(11))
         self.large = nn.Linear(20, 20)
-        self.list = nn.ModuleList(
-            [nn.Linear(3, 3), nn.Sequential(nn.Linear(6, 6), nn.Linear(3, 3)), Block(8)]
-        )
+        self.list = nn.ModuleList([nn.Linear(3, 3), nn.Sequential(nn.Linear(6, 6), nn.Linear(3, 3)), Block(8)])
         self.dict = nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.ModuleDict({"c": nn.Linear(9, 9)})})
         self.attention = nn.MultiheadAttention(8, 2)
         self.empty = nn.Sequential()
@@ -150,9 +148,7 @@ def test_custom_policy_overrides_reach_the_wrapper() -> None:
     module = mlp()
     two = module[2]
     policy = our_wrap.CustomPolicy(
-        lambda m: (
-            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if m is two else isinstance(m, nn.Linear)
-        )
+        lambda m: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if m is two else isinstance(m, nn.Linear)
     )
     model = FSDP(module, HERE, auto_wrap_policy=policy, use_orig_params=True)
     strategies = [wrapper.sharding_strategy.name for wrapper in FSDP.fsdp_modules(model)]
@@ -175,9 +171,7 @@ def test_the_root_is_asked_but_not_wrapped_twice() -> None:
         HERE,
         auto_wrap_policy=our_wrap.ModuleWrapPolicy({nn.Sequential}),
     )
-    assert [type(m).__name__ for m in model.modules()] == ["FullyShardedDataParallel", "Sequential"] * 2 + [
-        "Linear"
-    ]
+    assert [type(m).__name__ for m in model.modules()] == ["FullyShardedDataParallel", "Sequential"] * 2 + ["Linear"]
 
 
 def shared() -> nn.Module:
@@ -300,9 +294,7 @@ def test_a_policy_that_is_called_with_the_roots_arguments() -> None:
     seen: dict[str, Any] = {}
 
     class Asked(our_wrap._Policy):
-        def _run_policy(
-            self, root_module: nn.Module, ignored_modules: Any, root_kwargs: dict[str, Any]
-        ) -> Any:
+        def _run_policy(self, root_module: nn.Module, ignored_modules: Any, root_kwargs: dict[str, Any]) -> Any:
             seen.update(root_kwargs, ignored=set(ignored_modules))
             return {root_module[0]: root_kwargs}
 
@@ -323,9 +315,7 @@ def test_a_policy_that_is_called_with_the_roots_arguments() -> None:
 @each_row("given", ["Linear", nn.Linear, [nn.Linear(1, 1)], 3, None])
 def test_classes_that_are_none_are_refused(given: Any) -> None:
     """A name, a single class or a module would wrap nothing, or something else."""
-    with pytest.raises(
-        TypeError, match="ModuleWrapPolicy: expected the classes of the modules to wrap, .* found"
-    ):
+    with pytest.raises(TypeError, match="ModuleWrapPolicy: expected the classes of the modules to wrap, .* found"):
         our_wrap.ModuleWrapPolicy(given)
 
 

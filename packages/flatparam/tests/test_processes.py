@@ -44,9 +44,7 @@ def ways_to_name_the_ranks(ranks: Collectives) -> Any:
     states = [
         trained(ranks),
         trained(ranks, device_mesh=mesh, use_orig_params=True),
-        trained(
-            ranks, process_group=dist.new_group([0, 1]), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
-        ),
+        trained(ranks, process_group=dist.new_group([0, 1]), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     ]
     return facts, states
 

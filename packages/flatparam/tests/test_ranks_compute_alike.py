@@ -55,9 +55,8 @@ def test_a_full_state_of_other_values_on_one_rank_is_refused(how: str, which: st
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict({**before, "0.bias": other["0.bias"]} if which == "one" else other)
         name = "0.bias" if which == "one" else "0.weight"
-        assert (
-            f"parameter '{name}': expected the same values on all ranks, found different ones on rank 1"
-            in str(caught.value)
+        assert f"parameter '{name}': expected the same values on all ranks, found different ones on rank 1" in str(
+            caught.value
         )
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         model.load_state_dict({name: value + 1 for name, value in before.items()})
@@ -153,9 +152,7 @@ def test_averages_that_differ_by_rank_are_told(way: str, then: str) -> None:
         else:
             model.state_dict()
 
-    with pytest.raises(
-        RankError, match=r"have not done the same between passes: rank 0 was at the ShardedEMA.update"
-    ):
+    with pytest.raises(RankError, match=r"have not done the same between passes: rank 0 was at the ShardedEMA.update"):
         on_ranks(2, rank)
 
 
@@ -208,9 +205,7 @@ def test_another_scale_on_one_rank_is_told() -> None:
             scaler.update(4.0 if world.rank and number == 0 else None)
             optimizer.zero_grad()
 
-    with pytest.raises(
-        RankError, match=r"unscale_\(\) of SGD by 0.125; rank 1 was at the unscale_\(\) of SGD by 0.25"
-    ):
+    with pytest.raises(RankError, match=r"unscale_\(\) of SGD by 0.125; rank 1 was at the unscale_\(\) of SGD by 0.25"):
         on_ranks(2, rank)
 
 
@@ -262,9 +257,7 @@ def test_groups_of_several_models(swapped: bool) -> None:
     def rank(world: Collectives) -> None:
         parts = [SHARDINGS["flat"]() for _ in range(2)]
         rates = [0.1, 0.2] if not (swapped and world.rank) else [0.2, 0.1]
-        groups = [
-            {"params": list(part.parameters()), "lr": lr} for part, lr in zip(parts, rates, strict=True)
-        ]
+        groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(parts, rates, strict=True)]
         optimizer = torch.optim.SGD(groups[::-1] if world.rank else groups, lr=1.0)
         for _ in range(2):
             for part in parts:

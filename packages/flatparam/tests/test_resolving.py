@@ -81,9 +81,7 @@ def test_forward_prefetch() -> None:
     """S-021: from the second step on the next unit is gathered before this one is waited for."""
     found = schedule(backward_prefetch=None, forward_prefetch=True)[: len(FORWARD)]
     assert sorted(found) == sorted(FORWARD)
-    assert [
-        found.index(f"unshard {later}") < found.index(f"use {unit}") for unit, later in ((0, 2), (2, 4))
-    ] == [
+    assert [found.index(f"unshard {later}") < found.index(f"use {unit}") for unit, later in ((0, 2), (2, 4))] == [
         True,
         True,
     ]

@@ -48,9 +48,7 @@ def change(model: nn.Module, step: int) -> None:
             parameter.mul_(1.01).add_(0.01 * step)
 
 
-def expected(
-    make: Callable[[], nn.Module], *, use_buffers: bool = False, steps: int = STEPS
-) -> dict[str, Any]:
+def expected(make: Callable[[], nn.Module], *, use_buffers: bool = False, steps: int = STEPS) -> dict[str, Any]:
     """The state of torch's average of a model in one process."""
     model = seeded(make)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=use_buffers)
@@ -82,9 +80,7 @@ def cloned(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() for name, value in state.items()}
 
 
-@each_row(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-)
+@each_row("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 def test_the_bits_of_torchs_average(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """After several updates the averages of three ranks together are those of torch's `AveragedModel`, bit for bit."""
 
@@ -249,9 +245,7 @@ def units_of(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_pass_inside_and_one_after_it(
-    strategy: ShardingStrategy, fails: bool, use_orig_params: bool
-) -> None:
+def test_a_pass_inside_and_one_after_it(strategy: ShardingStrategy, fails: bool, use_orig_params: bool) -> None:
     """A pass inside computes with the averages, one afterwards with the parameters, also after an exception in between.
 
     Full parameters that a strategy keeps are gathered anew.
@@ -412,9 +406,7 @@ def test_in_a_checkpoint(tmp_path: Path, dtype: torch.dtype | None, use_orig_par
 
     on_ranks(2, save)
     with open_checkpoint(tmp_path / "step-00000002") as checkpoint:
-        records = [
-            r for path, r in checkpoint.manifest.tensors.items() if path.startswith("averages/slow/model/")
-        ]
+        records = [r for path, r in checkpoint.manifest.tensors.items() if path.startswith("averages/slow/model/")]
         weights = [record for record in records if record.info.shape == (4, 3)]
         assert [len(record.pieces) for record in weights] == [2]
         assert weights[0].info.dtype == (dtype or torch.float32)

@@ -371,9 +371,7 @@ OWN_CODE: dict[str, Any] = {
 
 @each_row("in_place", [False, True], ids=["wrapped", "in place"])
 @each_row("name", OWN_CODE)
-def test_code_that_looks_at_parameters_while_they_are_loaded(
-    name: str, in_place: bool, use_orig_params: bool
-) -> None:
+def test_code_that_looks_at_parameters_while_they_are_loaded(name: str, in_place: bool, use_orig_params: bool) -> None:
     """A module's own way to load itself, and its hooks, see full parameters and change them, as in the unwrapped model.
 
     If something else does not fit, all is as it was, also what such code has written.
@@ -417,9 +415,7 @@ def test_an_exception_of_such_code_leaves_what_was_there(use_orig_params: bool) 
         raise ValueError("too old")
 
     def rank(world: Collectives) -> None:
-        model = FSDP(
-            seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
         before = dict(model.state_dict())
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         hooked = model.module[2].module.register_load_state_dict_post_hook(fail)
@@ -459,9 +455,7 @@ def load_local(world: Collectives, orders: tuple[bool, bool], frozen: tuple[str,
         if fits:
             target.load_state_dict(copy.copy(state))
         else:
-            with pytest.raises(
-                RuntimeError, match=r"expected one of .*weight.*, in this order, found one of"
-            ):
+            with pytest.raises(RuntimeError, match=r"expected one of .*weight.*, in this order, found one of"):
                 target.load_state_dict(copy.copy(state))
     assert_same_state(dict(target.state_dict()), expected if fits else before)
     with warnings.catch_warnings(record=True) as found:

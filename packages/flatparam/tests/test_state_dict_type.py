@@ -147,9 +147,7 @@ def test_different_settings_are_not_half_replaced() -> None:
     wrapped = model()
     choose(wrapped[2], OTHER)
     try:
-        choose(
-            wrapped, StateDictSettings(FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig())
-        )
+        choose(wrapped, StateDictSettings(FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig()))
     except AssertionError:
         assert [FSDP.get_state_dict_type(wrapped[n]) for n in (0, 2, 4)] == [DEFAULT, OTHER, DEFAULT]
     else:

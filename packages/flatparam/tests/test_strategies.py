@@ -154,20 +154,14 @@ def test_what_a_hybrid_sends() -> None:
         for ledger in ledgers:
             ledger.reset()
         model(torch.ones(2, 3)).sum().backward()
-        shards = [
-            4 * handle.layout.shard_numel for m in FSDP.fsdp_modules(model) for handle in m._unit.handles
-        ]
+        shards = [4 * handle.layout.shard_numel for m in FSDP.fsdp_modules(model) for handle in m._unit.handles]
         units = {"0", "2", "4"}
-        return shards, *(
-            [(t.op, t.payload_nbytes) for t in ledger.transfers if t.label in units] for ledger in ledgers
-        )
+        return shards, *([(t.op, t.payload_nbytes) for t in ledger.transfers if t.label in units] for ledger in ledgers)
 
     for shards, inside, across in on_ranks(4, rank):
         assert sorted(across) == sorted(("all_reduce", nbytes) for nbytes in shards)
         for op, moved in (("reduce_scatter", shards), ("all_gather", shards + shards[:-1])):
-            assert sorted(nbytes for found, nbytes in inside if found == op) == sorted(
-                2 * nbytes for nbytes in moved
-            )
+            assert sorted(nbytes for found, nbytes in inside if found == op) == sorted(2 * nbytes for nbytes in moved)
 
 
 def test_accumulation_of_a_hybrid() -> None:
@@ -226,9 +220,7 @@ def test_a_strategy_for_some_units(use_orig_params: bool) -> None:
         chosen = dict(zip((0, 2, 4), kinds, strict=True))
         module = seeded(mlp)
         policy = CustomPolicy(
-            lambda m: next(
-                ({"sharding_strategy": kind} for i, kind in chosen.items() if m is module[i]), False
-            )
+            lambda m: next(({"sharding_strategy": kind} for i, kind in chosen.items() if m is module[i]), False)
         )
         model = FSDP(module, auto_wrap_policy=policy, use_orig_params=use_orig_params)
         train(model, torch.optim.Adam(model.parameters()), inputs(world.rank))

@@ -52,9 +52,7 @@ def test_every_combination(
     def rank(world: Collectives) -> Any:
         module = seeded(mlp)
         module[0].requires_grad_(False)
-        model = FSDP(
-            module, sharding_strategy=strategy, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
-        )
+        model = FSDP(module, sharding_strategy=strategy, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
         model(inputs(world.rank)[0]).square().mean().backward()
         before = [id(parameter) for parameter in model.parameters()]
         with FSDP.summon_full_params(

@@ -197,9 +197,7 @@ def test_summoning_a_plain_parent() -> None:
     """S-066: the module may be any that contains wrappers."""
     parent = nn.ModuleDict({"net": FSDP(seeded(mlp), HERE), "other": nn.Linear(1, 1)})
     with FSDP.summon_full_params(parent):
-        assert [tuple(p.shape) for p in parent["net"].parameters()] == [
-            tuple(p.shape) for p in mlp().parameters()
-        ]
+        assert [tuple(p.shape) for p in parent["net"].parameters()] == [tuple(p.shape) for p in mlp().parameters()]
 
 
 @pytest.mark.parametrize("writeback", [False, True])
@@ -253,9 +251,7 @@ def test_names_are_clean_only_while_summoned(use_orig_params: bool) -> None:
     prefix = "_fsdp_wrapped_module."
     outside = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     with FSDP.summon_full_params(model):
-        assert [name for name, _ in model.named_parameters()] == [
-            name for name, _ in Batch().named_parameters()
-        ]
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Batch().named_parameters()]
         assert [name for name, _ in model.named_buffers()] == [name for name, _ in Batch().named_buffers()]
         assert next(name for name, _ in model.named_parameters(prefix="x", recurse=True)) == "x.first.weight"
     assert all(name.startswith(prefix) for name in outside)
@@ -272,15 +268,11 @@ def test_evaluation_keeps_nothing_unsharded() -> None:
 
 @each_row("error", [ValueError, KeyboardInterrupt, SystemExit])
 @each_row("where", ["0", "2", ""])
-def test_an_interrupted_forward_leaves_shards(
-    error: type[BaseException], where: str, use_orig_params: bool
-) -> None:
+def test_an_interrupted_forward_leaves_shards(error: type[BaseException], where: str, use_orig_params: bool) -> None:
     """Whatever a module raises: afterwards the model is sharded, can be copied, and trains as one process does."""
 
     def run(world: Collectives) -> dict[str, Any]:
-        model = FSDP(
-            seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params
-        )
+        model = FSDP(seeded(mlp), process_group=world, auto_wrap_policy=LINEAR, use_orig_params=use_orig_params)
         shards = [tuple(parameter.shape) for parameter in model.parameters()]
 
         def fail(*_: Any) -> None:

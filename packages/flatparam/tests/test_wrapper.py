@@ -74,9 +74,7 @@ def test_indexing_is_the_modules() -> None:
     assert FSDP(checkpoint_wrapper(mlp()), HERE)[0].in_features == 3
 
 
-@pytest.mark.parametrize(
-    "policy", [None, {Block}, {nn.Linear, nn.LayerNorm}], ids=["one", "blocks", "layers"]
-)
+@pytest.mark.parametrize("policy", [None, {Block}, {nn.Linear, nn.LayerNorm}], ids=["one", "blocks", "layers"])
 @pytest.mark.parametrize("use_orig", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_parameter_names_are_fsdp1s(torch_world: None, policy: Any, use_orig: bool) -> None:
@@ -92,9 +90,7 @@ def test_parameter_names_are_fsdp1s(torch_world: None, policy: Any, use_orig: bo
             **where,
         }
         model = wrapper(nn.Sequential(Block(), Batch(), Block()), **arguments)
-        names.append(
-            [[name for name, _ in found] for found in (model.named_parameters(), model.named_buffers())]
-        )
+        names.append([[name for name, _ in found] for found in (model.named_parameters(), model.named_buffers())])
     assert names[0] == names[1]
 
 
@@ -238,9 +234,7 @@ def test_every_backward_prefetch(prefetch: Any) -> None:
     (first, _), (_, _) = found = on_ranks(2, rank)
     assert torch.equal(first, reference[0].weight)
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
-    assert sum(float(part.double().sum()) for _, part in found) == pytest.approx(
-        float(gradient.double().sum())
-    )
+    assert sum(float(part.double().sum()) for _, part in found) == pytest.approx(float(gradient.double().sum()))
 
 
 def test_check_is_root() -> None:

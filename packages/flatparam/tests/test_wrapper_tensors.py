@@ -40,18 +40,14 @@ class Scaled(Tensor):
         return cls(inner["numbers"], inner["scales"])
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if function is nn.functional.linear:
             x, weight, *bias = args
             return function(x, weight.numbers * weight.scales[:, None], *bias)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(function(args[0].numbers), function(args[0].scales))
         raise NotImplementedError(f"{function} of {cls.__name__}")

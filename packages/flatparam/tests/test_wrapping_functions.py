@@ -31,10 +31,7 @@ class Recorder(nn.Module):
 
 def structure(module: nn.Module) -> list[Any]:
     """The names and classes of all modules, and what wrappers were given."""
-    return [
-        (name, type(child).__name__, getattr(child, "arguments", None))
-        for name, child in module.named_modules()
-    ]
+    return [(name, type(child).__name__, getattr(child, "arguments", None)) for name, child in module.named_modules()]
 
 
 def linear(wrap: Any) -> Any:
@@ -114,9 +111,7 @@ def test_classes_before_recurse() -> None:
 POLICIES = {
     "classes": ours.ModuleWrapPolicy({nn.Linear}),
     "custom": ours.CustomPolicy(lambda module: isinstance(module, nn.Linear)),
-    "custom without arguments": ours.CustomPolicy(
-        lambda m: {} if isinstance(m, Block) else type(m) is nn.Linear
-    ),
+    "custom without arguments": ours.CustomPolicy(lambda m: {} if isinstance(m, Block) else type(m) is nn.Linear),
     "function": linear(ours),
 }
 

@@ -128,15 +128,11 @@ def test_zero_grad(set_to_none: bool, use_orig_params: bool) -> None:
 @each_row("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 @each_row("set_to_none", [False, True])
 @each_row("of", ["model", "optimizer", "optimizer of what is here"])
-def test_zero_grad_after_no_sync(
-    of: str, set_to_none: bool, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_zero_grad_after_no_sync(of: str, set_to_none: bool, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """Micro-batches that `no_sync` has collected are dropped by `zero_grad`, as in torch, on every rank."""
 
     def rank(world: Collectives) -> Any:
-        model = FSDP(
-            seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params, sharding_strategy=strategy
-        )
+        model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=use_orig_params, sharding_strategy=strategy)
         held = [p for p in model.parameters() if of != "optimizer of what is here" or p.numel()]
         optimizer = torch.optim.SGD(held, lr=0.5)
         for _ in range(2):
@@ -163,9 +159,7 @@ def test_some_parameters_of_a_unit_are_frozen_and_thawed() -> None:
             x = inputs(world.rank)[0].requires_grad_()
             model(x).sum().backward()
             here = {name for name, p in model.module.named_parameters() if p.numel()}
-            found.append(
-                {name for name in here if model.module.get_parameter(name).grad is None} == frozen & here
-            )
+            found.append({name for name in here if model.module.get_parameter(name).grad is None} == frozen & here)
         return found
 
     assert on_ranks(2, rank) == [[True] * 4] * 2
@@ -177,9 +171,7 @@ def test_the_same_hyperparameters_per_parameter() -> None:
     def groups(model: nn.Module) -> torch.optim.Optimizer:
         decay = [p for name, p in model.named_parameters() if name.endswith("weight")]
         rest = [p for name, p in model.named_parameters() if name.endswith("bias")]
-        return torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0}]
-        )
+        return torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0}])
 
     def rank(world: Collectives) -> Any:
         model = FSDP(seeded(mlp), auto_wrap_policy=LINEAR, use_orig_params=True)

@@ -63,10 +63,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: list[torch
 
 def inputs(rank: int, count: int = 3, *shape: int) -> list[torch.Tensor]:
     """The batches of a rank, for the models that take three numbers."""
-    return [
-        torch.randn(shape or (4, 3), generator=torch.Generator().manual_seed(100 * n + rank))
-        for n in range(count)
-    ]
+    return [torch.randn(shape or (4, 3), generator=torch.Generator().manual_seed(100 * n + rank)) for n in range(count)]
 
 
 def train_on_mean(

@@ -48,9 +48,7 @@ class Case:
         with _seeded(seed), _telling("build"):
             made: Any = self.build()
         if not isinstance(made, nn.Module):
-            raise CertifyError(
-                f"build: expected a torch.nn.Module, found {type(made).__name__}; return the model"
-            )
+            raise CertifyError(f"build: expected a torch.nn.Module, found {type(made).__name__}; return the model")
         for name, parameter in made.named_parameters():
             if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
                 raise CertifyError(
@@ -77,14 +75,8 @@ class Case:
         with _seeded(0):
             found: Any = self.loss(model, batch)
         if not isinstance(found, Tensor) or found.numel() != 1:
-            shown = (
-                f"a tensor of shape {tuple(found.shape)}"
-                if isinstance(found, Tensor)
-                else type(found).__name__
-            )
-            raise CertifyError(
-                f"loss: expected a tensor of one element, found {shown}; return the mean over the batch"
-            )
+            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise CertifyError(f"loss: expected a tensor of one element, found {shown}; return the mean over the batch")
         mean: Tensor = found.reshape(())
         return mean
 
@@ -97,9 +89,7 @@ def _telling(function: str) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown place"
-        raise CertifyError(
-            f"{function} raised {type(error).__name__}: {error} ({place}); correct it"
-        ) from error
+        raise CertifyError(f"{function} raised {type(error).__name__}: {error} ({place}); correct it") from error
 
 
 @contextmanager

@@ -187,8 +187,7 @@ class Certificate:
                     "skipped": run.skipped or None,
                     "right": None if run.skipped else not run.findings,
                     "gradients": {
-                        name: {"agreement": how, "error": error}
-                        for name, (how, error) in run.agreements.items()
+                        name: {"agreement": how, "error": error} for name, (how, error) in run.agreements.items()
                     },
                     "findings": [_facts_of(each) for each in run.findings],
                 }
@@ -245,7 +244,4 @@ def _by_text(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return [
-        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -84,12 +84,8 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME,...",
         help=f"the dimensions whose ranks have batches of their own (default: {','.join(OF_DATA)})",
     )
-    ranks.add_argument(
-        "--no-groups-of-one", action="store_true", help="leave out the meshes with a group of one rank"
-    )
-    ranks.add_argument(
-        "--timeout", type=float, default=120, metavar="S", help="seconds for a setting (default: 120)"
-    )
+    ranks.add_argument("--no-groups-of-one", action="store_true", help="leave out the meshes with a group of one rank")
+    ranks.add_argument("--timeout", type=float, default=120, metavar="S", help="seconds for a setting (default: 120)")
     _add_training(added)
     output = added.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="everything as one JSON object")
@@ -116,9 +112,7 @@ def _add_training(added: argparse.ArgumentParser) -> None:
         metavar="N",
         help="those of an accumulated step (default: 3, or another number that is no size of the mesh)",
     )
-    training.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"those of a run (default: {STEPS})"
-    )
+    training.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"those of a run (default: {STEPS})")
     training.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
 
 

@@ -79,11 +79,7 @@ def certify(
     found = EngineUnderTest.of(engine, tuple(wrap))
     default = "dp_shard=1" if found.name == "plain" else "dp_shard=2"
     asked = default if mesh is None else mesh
-    sizes = (
-        MeshSizes.read(asked, tuple(of_data))
-        if isinstance(asked, str)
-        else MeshSizes.of(asked, tuple(of_data))
-    )
+    sizes = MeshSizes.read(asked, tuple(of_data)) if isinstance(asked, str) else MeshSizes.of(asked, tuple(of_data))
     found.check(sizes)
     settings = settings_for(sizes, precisions, optimizers, micro_batches, steps)
     if not settings:

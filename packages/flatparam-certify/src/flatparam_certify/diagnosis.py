@@ -166,9 +166,7 @@ class Doctor:
                 continue
             over = " and ".join(names)
             sums = [gradients[group].sum(0) for group in groups]
-            factors = {
-                self._factor(each, slack=2.0 * len(group)) for each, group in zip(sums, groups, strict=True)
-            }
+            factors = {self._factor(each, slack=2.0 * len(group)) for each, group in zip(sums, groups, strict=True)}
             if len(factors) != 1 or None in factors:
                 told = self._sums_weighed(sums)
                 if told is not None:
@@ -246,9 +244,7 @@ class Doctor:
             factor,
         ):
             near = bool(tried) and abs(tried / factor - 1) < _ROUND
-            if near and _fits(
-                found, tried * wanted, abs(tried) * sizes, relative, max(1.0, abs(tried)) * absolute
-            ):
+            if near and _fits(found, tried * wanted, abs(tried) * sizes, relative, max(1.0, abs(tried)) * absolute):
                 return tried
         return None
 
@@ -349,9 +345,7 @@ class Doctor:
                 self.expected.inside,
             )
             if factor is not None and factor != 1:
-                return Diagnosis(
-                    "factor", f"{self._shown(factor)} times the right one, and summed in {shown}"
-                )
+                return Diagnosis("factor", f"{self._shown(factor)} times the right one, and summed in {shown}")
         # Rounding of what gradients are computed of: it is not bounded by the contributions, element by element.
         if noise < 2 * torch.finfo(torch.bfloat16).eps:
             within = self.expected.inside / (float(sizes.max()) or 1.0)
@@ -386,9 +380,7 @@ class Doctor:
         scale = float(total.norm()) * float(found.norm())
         cosine = float(found @ total) / scale if scale else 0.0
         error = float((found - total).norm()) / (float(total.norm()) or 1.0)
-        return Diagnosis(
-            "unknown", f"off by {error:.2g} of its norm (cosine {cosine:.4f}): no simple rule explains it"
-        )
+        return Diagnosis("unknown", f"off by {error:.2g} of its norm (cosine {cosine:.4f}): no simple rule explains it")
 
 
 def _ratio(found: Tensor, wanted: Tensor) -> float:

@@ -74,9 +74,7 @@ class EngineUnderTest:
         if self.name in BUILT_IN:
             return functools.partial(BUILT_IN[self.name].make, self.wrap)
         if ":" not in self.name:
-            raise CertifyError(
-                f"engine: expected one of {', '.join(BUILT_IN)}, or MODULE:NAME, found {self.name!r}"
-            )
+            raise CertifyError(f"engine: expected one of {', '.join(BUILT_IN)}, or MODULE:NAME, found {self.name!r}")
         return found_at(self.name)
 
     def takes(self, precision: str) -> bool:
@@ -139,9 +137,7 @@ def _units(model: nn.Module, wrap: tuple[str, ...]) -> list[nn.Module]:
     return [each for each in model.modules() if type(each).__name__ in wrap and each is not model]
 
 
-def _plain(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
-) -> Trainer:
+def _plain(wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Trainer:
     return Trainer(model) if dtype is None else AutocastTrainer(model, dtype)
 
 
@@ -191,9 +187,7 @@ def _policy(model: nn.Module, wrap: tuple[str, ...]) -> Any:
     return lambda module, recurse, nonwrapped_numel: recurse or id(module) in units
 
 
-def _torch_ddp(
-    wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
-) -> Trainer:
+def _torch_ddp(wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Trainer:
     # Every rank of such a mesh has data of its own, so the group is that of all ranks.
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     return Trainer(wrapped) if dtype is None else AutocastTrainer(wrapped, dtype)

@@ -73,10 +73,7 @@ class Judge:
             self._judge_losses(step, expected)
             used = self._judge_clipping(step, gradients)
             after = self._whole(
-                [
-                    each.steps[step + 1].weights if step + 1 < self.setting.steps else each.weights
-                    for each in self.seen
-                ]
+                [each.steps[step + 1].weights if step + 1 < self.setting.steps else each.weights for each in self.seen]
             )
             if not any(each.about in ("clip norm", "clipped gradient") for each in self.findings):
                 self._judge_update(step, replay, weights, after, used)
@@ -151,9 +148,7 @@ class Judge:
                 text = f"not whole: expected {wanted.numel()} elements, found {found[0][1].numel()}"
                 self._find("weights", "shape", text, step, parameter=name, ranks=shapes)
                 continue
-            other = [
-                rank for rank, each in found if not torch.equal(each.float().reshape(-1), wanted.reshape(-1))
-            ]
+            other = [rank for rank, each in found if not torch.equal(each.float().reshape(-1), wanted.reshape(-1))]
             if other and step == 0:
                 text = "not those that build() made"
                 self._find("weights", "not-as-built", text, step, parameter=name, ranks=other)
@@ -209,9 +204,7 @@ class Judge:
                     error=relative_error(seen[ranks[0]], wanted),
                 )
             if not found:
-                self._note_agreement(
-                    name, [each for each, has in zip(seen, holds, strict=True) if has], wanted
-                )
+                self._note_agreement(name, [each for each, has in zip(seen, holds, strict=True) if has], wanted)
 
     def _note_agreement(self, name: str, seen: Sequence[Tensor | None], wanted: Any) -> None:
         order = ("equal", "order", "rounding", "bf16", "none")
@@ -234,11 +227,7 @@ class Judge:
         allowed = expected.loss_error_bf16 if self._is_bf16 else expected.loss_error
         for number in range(self.setting.micro_batches):
             for data_rank, ranks in shares.items():
-                known = [
-                    found
-                    for rank in ranks
-                    if (found := self.seen[rank].steps[step].losses[number]) is not None
-                ]
+                known = [found for rank in ranks if (found := self.seen[rank].steps[step].losses[number]) is not None]
                 if not known:
                     continue
                 mean, wanted = sum(known) / len(known), float(expected.losses[number, data_rank])
@@ -276,9 +265,7 @@ class Judge:
         # An engine that has gradients in bf16 may have their norm in it.
         is_short = any(each.dtype != torch.float32 for each in merged.values())
         allowed = 2.0**-6 if is_short else _SCALAR
-        is_wrong = [
-            not math.isclose(each, right, rel_tol=allowed) for each, right in zip(norms, rights, strict=True)
-        ]
+        is_wrong = [not math.isclose(each, right, rel_tol=allowed) for each, right in zip(norms, rights, strict=True)]
         if any(is_wrong):
             ranks = [rank for rank, wrong in enumerate(is_wrong) if wrong]
             diagnosis = self._norm_diagnosis(norms, norm, squares)
@@ -304,9 +291,7 @@ class Judge:
         ratio = first / norm
         if named := self.mesh.named(ratio, self.setting.micro_batches):
             return Diagnosis("factor", f"{ratio:.5g} ({named}) times the right one")
-        prefixes = {
-            ".".join(name.split(".")[:count]) for name in squares for count in range(1, name.count(".") + 2)
-        }
+        prefixes = {".".join(name.split(".")[:count]) for name in squares for count in range(1, name.count(".") + 2)}
         for prefix in sorted(prefixes, key=lambda each: (-each.count("."), each)):
             part = sum(each for name, each in squares.items() if f"{name}.".startswith(f"{prefix}."))
             times = (first**2 - norm**2 + part) / part if part else math.nan
@@ -392,9 +377,7 @@ class Judge:
         if unmoved:
             return Diagnosis("not-updated", f"{unmoved} of {len(moved)} elements are not updated")
         error = float((moved - update).norm()) / (float(update.norm()) or 1.0)
-        return Diagnosis(
-            "unknown", f"do not follow from the gradients: the update is off by {error:.2g} of its norm"
-        )
+        return Diagnosis("unknown", f"do not follow from the gradients: the update is off by {error:.2g} of its norm")
 
     # no_sync
 
@@ -402,9 +385,7 @@ class Judge:
         counts = [each.collectives for each in self.seen if each.collectives is not None]
         if counts and all(inside > 0 and outside <= inside for inside, outside in counts):
             inside, outside = counts[0]
-            text = (
-                f"without effect: {inside} collectives ran inside it, and {outside} with the last micro-batch"
-            )
+            text = f"without effect: {inside} collectives ran inside it, and {outside} with the last micro-batch"
             self._find("no_sync", "no-sync-without-effect", text, self.setting.steps - 1)
 
 
@@ -414,9 +395,7 @@ def _clipped_wrongly(before: Tensor, after: Tensor | None, coefficient: float) -
     old, new = before.double().reshape(-1), after.double().reshape(-1)
     # A bf16 gradient rounds once more.
     unit = EPS if before.dtype == torch.float32 else 2.0**-8
-    if bool(
-        ((new - coefficient * old).abs() <= (_SCALAR + 4 * unit) * coefficient * old.abs() + 1e-40).all()
-    ):
+    if bool(((new - coefficient * old).abs() <= (_SCALAR + 4 * unit) * coefficient * old.abs() + 1e-40).all()):
         return None
     ratio = float(new @ old) / float(old @ old)
     if math.isclose(ratio, 1.0, rel_tol=_SCALAR):
@@ -427,9 +406,7 @@ def _clipped_wrongly(before: Tensor, after: Tensor | None, coefficient: float) -
 
 
 def _norm_of(tensors: Mapping[str, Any]) -> float:
-    return math.sqrt(
-        sum(float(each.double().square().sum()) for each in tensors.values() if each is not None)
-    )
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors.values() if each is not None))
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -40,9 +40,7 @@ class MeshSizes:
         """
         for name in (*sizes, *of_data):
             if name not in DIMENSIONS:
-                raise CertifyError(
-                    f"mesh: expected dimensions of {', '.join(DIMENSIONS)}, found {name!r}; rename it"
-                )
+                raise CertifyError(f"mesh: expected dimensions of {', '.join(DIMENSIONS)}, found {name!r}; rename it")
         for name, size in sizes.items():
             if size < 1:
                 raise CertifyError(
@@ -125,9 +123,7 @@ class MeshSizes:
         """Yield the meshes in which one of the long dimensions, or all of them, have a group of one rank."""
         seen = {self.sizes}
         for names in (*((name,) for name in self.long), self.long):
-            sizes = tuple(
-                1 if name in names else size for name, size in zip(DIMENSIONS, self.sizes, strict=True)
-            )
+            sizes = tuple(1 if name in names else size for name, size in zip(DIMENSIONS, self.sizes, strict=True))
             mesh = attrs.evolve(self, sizes=sizes, is_shrunk=True)
             if sizes not in seen:
                 seen.add(sizes)

@@ -99,9 +99,7 @@ class Reference:
             self._kept[key] = self.step(None, 0, micro_batches, bf16)
         return self._kept[key]
 
-    def step(
-        self, weights: Mapping[str, Tensor] | None, step: int, micro_batches: int, bf16: bool
-    ) -> StepExpected:
+    def step(self, weights: Mapping[str, Tensor] | None, step: int, micro_batches: int, bf16: bool) -> StepExpected:
         """Return what is expected in a step.
 
         Args:
@@ -120,9 +118,7 @@ class Reference:
         )
         lower = []
         if bf16:
-            with_autocast = self._tried(
-                "bf16 by autocast", lambda: self._passes(model, step, micro_batches, None)
-            )
+            with_autocast = self._tried("bf16 by autocast", lambda: self._passes(model, step, micro_batches, None))
             whole = self._tried(
                 "bf16",
                 lambda: self._passes(copy.deepcopy(model).bfloat16(), step, micro_batches, torch.bfloat16),
@@ -139,8 +135,7 @@ class Reference:
             found = torch.tensor([each[0] for each in passes], dtype=torch.float64).reshape(shape)
             error_bf16 = torch.maximum(error_bf16, _BF16 * (losses - found).abs())
         gradients = {
-            name: self._expected(name, parameter, single, double, lower)
-            for name, parameter in model.named_parameters()
+            name: self._expected(name, parameter, single, double, lower) for name, parameter in model.named_parameters()
         }
         return StepExpected(losses, error, error_bf16, gradients)
 
@@ -180,9 +175,7 @@ class Reference:
                 found.append((float(loss.detach()), gradients))
         return found
 
-    def _expected(
-        self, name: str, parameter: nn.Parameter, single: Any, double: Any, lower: list[Any]
-    ) -> Expected:
+    def _expected(self, name: str, parameter: nn.Parameter, single: Any, double: Any, lower: list[Any]) -> Expected:
         nothing = torch.zeros(parameter.numel(), dtype=torch.float64)
 
         def of(passes: Any) -> Tensor:

@@ -97,9 +97,7 @@ def settings_for(
     for what, given, known in (("precision", precisions, PRECISIONS), ("optimizer", optimizers, OPTIMIZERS)):
         for each in given:
             if each not in known:
-                raise CertifyError(
-                    f"{what}: expected {' or '.join(known)}, found {each!r}; choose one of them"
-                )
+                raise CertifyError(f"{what}: expected {' or '.join(known)}, found {each!r}; choose one of them")
     count = micro_batches_beside([mesh.ranks]) if micro_batches is None else micro_batches
     if count < 1 or steps < 1:
         raise CertifyError(

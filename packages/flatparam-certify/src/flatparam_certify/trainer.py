@@ -82,10 +82,7 @@ class Trainer:
 
     def gradients(self) -> Whole:
         """Return the gradients of this rank's parameters, whole; every rank calls it. None: the parameter has none."""
-        return {
-            name: None if each.grad is None else whole(each.grad)
-            for name, each in named_parameters(self.module)
-        }
+        return {name: None if each.grad is None else whole(each.grad) for name, each in named_parameters(self.module)}
 
 
 def why_not_clipped(trainer: Trainer) -> str:

@@ -90,9 +90,7 @@ class _Child:
 class World:
     """Ranks that wait for settings. Use it as a context: at its end no process is left."""
 
-    def __init__(
-        self, mesh: MeshSizes, case: Case | str, engine: EngineUnderTest, seed: int, timeout: float
-    ) -> None:
+    def __init__(self, mesh: MeshSizes, case: Case | str, engine: EngineUnderTest, seed: int, timeout: float) -> None:
         """Start the ranks.
 
         Args:
@@ -112,8 +110,7 @@ class World:
         self.is_sound = True
         self._folder = tempfile.TemporaryDirectory(prefix="flatparam-certify-")
         plans = [
-            _Plan(rank, mesh, self._folder.name, payload, tuple(sys.path), timeout, seed)
-            for rank in range(mesh.ranks)
+            _Plan(rank, mesh, self._folder.name, payload, tuple(sys.path), timeout, seed) for rank in range(mesh.ranks)
         ]
         self._children: list[_Child] = []
         for plan in plans:
@@ -199,8 +196,7 @@ def _hung(waiting: Sequence[_Child], after: str) -> dict[int, Failed]:
     time.sleep(_STACKS_SECONDS)
     stacks = {child.plan.rank: _stack_of(child.plan.stacks) for child in waiting}
     return {
-        rank: Failed("hung", f"after {after} it was in {_place_in(stack)}", stack)
-        for rank, stack in stacks.items()
+        rank: Failed("hung", f"after {after} it was in {_place_in(stack)}", stack) for rank, stack in stacks.items()
     }
 
 
@@ -223,9 +219,7 @@ def _stack_of(path: Path) -> str:
 
 def _place_in(stack: str) -> str:
     """Return where the main thread was: the innermost frame of a stack of faulthandler, and that of the program."""
-    frames = [
-        line.strip().removeprefix("File ") for line in stack.splitlines() if line.strip().startswith("File ")
-    ]
+    frames = [line.strip().removeprefix("File ") for line in stack.splitlines() if line.strip().startswith("File ")]
     inside = [line for line in frames if "/torch/" not in line and "flatparam_certify" not in line]
     if not frames:
         return "a place that it did not write down"
@@ -272,9 +266,7 @@ def _told(pipe: Connection) -> tuple[Setting, float] | None:
 
 
 def _join(plan: _Plan) -> None:
-    os.environ.update(
-        {"RANK": str(plan.rank), "LOCAL_RANK": str(plan.rank), "WORLD_SIZE": str(plan.mesh.ranks)}
-    )
+    os.environ.update({"RANK": str(plan.rank), "LOCAL_RANK": str(plan.rank), "WORLD_SIZE": str(plan.mesh.ranks)})
     dist.init_process_group(
         "gloo",
         init_method=Path(plan.folder, "store").as_uri(),

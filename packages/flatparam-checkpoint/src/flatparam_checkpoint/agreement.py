@@ -73,9 +73,7 @@ def some_of(names: Sequence[str], most: int = 10) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-def attempt(
-    action: Callable[[], T], rank: int, *, directory: Path | None = None, need: int = 0
-) -> Attempt[T]:
+def attempt(action: Callable[[], T], rank: int, *, directory: Path | None = None, need: int = 0) -> Attempt[T]:
     """Try `action` on `rank`; see `Failure.of`. What interrupts it is caught, too, since the others have to know."""
     try:
         return Attempt(action())
@@ -106,9 +104,7 @@ def raise_first(failures: Sequence[Failure], attempted: Attempt[Any]) -> NoRetur
     raise first.error() from (attempted.cause if own is not None and own.rank == first.rank else None)
 
 
-def raise_told(
-    texts: Sequence[str], cause: BaseException | None, *, path: Path | None = None, hint: str = ""
-) -> None:
+def raise_told(texts: Sequence[str], cause: BaseException | None, *, path: Path | None = None, hint: str = "") -> None:
     """Raise what the first rank that has a text says, as a CheckpointError on every rank; `cause` is this rank's."""
     for rank, text in enumerate(texts):
         if text:

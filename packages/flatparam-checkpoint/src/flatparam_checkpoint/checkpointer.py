@@ -92,9 +92,7 @@ class Checkpointer:
             raise ValueError("expected the model of the optimizer's parameters too")
         of_model = averages_by_name(averages)
         if any(each.model is not model for each in of_model.values()):
-            raise ValueError(
-                "expected averages of the model that is saved, found those of a different one, or of none"
-            )
+            raise ValueError("expected averages of the model that is saved, found those of a different one, or of none")
         self._averages = of_model
         self._on_save_error = on_save_error
         self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
@@ -165,9 +163,7 @@ class Checkpointer:
             warnings.warn(f"a save has failed, and the program goes on: {error}", stacklevel=4)
             return None
 
-    def save_last(
-        self, step: int, *, extra: Any = None, rank_extra: Any = None, seconds: float = 30.0
-    ) -> Path | None:
+    def save_last(self, step: int, *, extra: Any = None, rank_extra: Any = None, seconds: float = 30.0) -> Path | None:
         """Save once more after a rank has failed, if every process lives and all ranks have done the same steps.
 
         Every rank calls it where it has caught its exception, and then raises that again. No collective is issued: the

@@ -73,9 +73,7 @@ def _as_unwrapped(model: Any, *, loads: bool) -> Iterator[None]:
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield
         return
-    own: dict[str, Any] = {
-        name: _cleaned(getattr(model, name)) for name in ("named_modules", "named_parameters")
-    }
+    own: dict[str, Any] = {name: _cleaned(getattr(model, name)) for name in ("named_modules", "named_parameters")}
     if loads:
         own["state_dict"] = functools.partial(_state_with_names, model)
     given: list[tuple[Any, dict[str, Any]]] = [(model, own)]
@@ -134,11 +132,7 @@ def _state_names(whole: nn.Module, held: Mapping[nn.Module, Sequence[str]]) -> l
     found: dict[str, None] = {}
     for path, module in whole.named_modules():
         own = list(held.get(module, ()))
-        own += [
-            name
-            for name, p in module._parameters.items()
-            if p is not None and not isinstance(p, FlatParameter)
-        ]
+        own += [name for name, p in module._parameters.items() if p is not None and not isinstance(p, FlatParameter)]
         own += [
             name
             for name, b in module._buffers.items()

@@ -73,9 +73,7 @@ class LowPrecisionState(DefaultState):
 
     __slots__ = ["parameter_type"]
 
-    def __init__(
-        self, process_group: ProcessGroup | Collectives, parameter_type: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, process_group: ProcessGroup | Collectives, parameter_type: torch.dtype = torch.float32) -> None:
         """Take the ranks and the parameters' dtype, and choose the factors."""
         super().__init__(process_group)
         self.parameter_type = parameter_type
@@ -125,9 +123,7 @@ LOW_PRECISION_HOOKS: Final = (fp16_compress_hook, bf16_compress_hook)
 
 def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None) -> None:
     if grad.is_complex():
-        raise TypeError(
-            f"expected real gradients to average in {dtype}, found {grad.dtype}: use a different hook"
-        )
+        raise TypeError(f"expected real gradients to average in {dtype}, found {grad.dtype}: use a different hook")
     narrow = grad.to(dtype)
     if output is None:
         allreduce_hook(state, narrow)

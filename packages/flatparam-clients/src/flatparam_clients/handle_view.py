@@ -240,16 +240,10 @@ class HandleView(metaclass=_Sealed):
 
     def _is_part(self, module: nn.Module, param_name: str, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is this rank's part of that parameter: the same memory, or no elements if it has no part."""
-        for infos, fragment in zip(
-            self._held.param_infos, self._held.layout.fragments(self._held.rank), strict=True
-        ):
+        for infos, fragment in zip(self._held.param_infos, self._held.layout.fragments(self._held.rank), strict=True):
             if any(info.module is module and info.param_name == param_name for info in infos):
                 part = fragment.in_shard
-                return (
-                    same_memory(tensor, self.flat_param[part.start : part.stop])
-                    if part
-                    else not tensor.numel()
-                )
+                return same_memory(tensor, self.flat_param[part.start : part.stop]) if part else not tensor.numel()
         return False
 
 

@@ -122,11 +122,7 @@ def _check_one(sources: Sequence[object]) -> None:
     Raises:
         CheckpointError: naming the first rank that reads another one than rank 0.
     """
-    known = [
-        (rank, each)
-        for rank, each in enumerate(sources)
-        if isinstance(each, _Source) and each.digest is not None
-    ]
+    known = [(rank, each) for rank, each in enumerate(sources) if isinstance(each, _Source) and each.digest is not None]
     for rank, other in known[1:]:
         first_rank, first = known[0]
         if other.digest != first.digest:

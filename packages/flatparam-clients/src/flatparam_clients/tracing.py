@@ -30,9 +30,7 @@ def sharded_module_tree(model: nn.Module) -> tuple[str, dict[str, list[str]]]:
         lines.append("    " * depth + shown + (" FULLY SHARDED" if unit is not None else "") + "\n")
         if unit is not None and unit.handles:
             prefix = f"{name}." if name else ""
-            parameters[shown] = [
-                clean_fqn(prefix + fqn) for handle in unit.handles for fqn in handle.layout.fqns
-            ]
+            parameters[shown] = [clean_fqn(prefix + fqn) for handle in unit.handles for fqn in handle.layout.fqns]
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, depth + 1)
 

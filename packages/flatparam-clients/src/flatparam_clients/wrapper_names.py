@@ -174,9 +174,7 @@ def handle_state_of(interior: Interior) -> HandleTrainingState:
     return _REPORTED[interior][1] if interior in _REPORTED else HandleTrainingState.of(interior.unit)
 
 
-def check_state(
-    wrapper: nn.Module, interior: Interior, state: TrainingState | Sequence[TrainingState]
-) -> None:
+def check_state(wrapper: nn.Module, interior: Interior, state: TrainingState | Sequence[TrainingState]) -> None:
     """Make sure that the wrapper is in one of the states that are expected; otherwise rank 0 logs it, too.
 
     Raises:

@@ -107,10 +107,7 @@ def _compare(collectives: Collectives, tensors: Sequence[Tensor], label: str) ->
 
     If the ranks agree, only a digest is exchanged.
     """
-    mine = [
-        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
-        for tensor in tensors
-    ]
+    mine = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type) for tensor in tensors]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(collectives.exchange(digest, label=label))) == 1:
         return

@@ -110,12 +110,7 @@ def _fit_apart(size: int, whole: Tensor, part: Tensor) -> bool:
 
 def _lies_dense(tensor: Tensor) -> bool:
     """Return whether the memory of a tensor of real numbers holds its values, one after the other."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_meta
-        and not tensor.is_neg()
-    )
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_meta and not tensor.is_neg()
 
 
 def check_all_reduce(site: Site, tensor: Tensor, op: ReduceOp) -> None:
@@ -165,8 +160,7 @@ def check_all_to_all(
                 f"{len(numels)} that add up to {sum(numels)}, the least {min(numels, default=None)}",
             )
     apart = (
-        output.data_ptr() + output.nbytes <= given.data_ptr()
-        or given.data_ptr() + given.nbytes <= output.data_ptr()
+        output.data_ptr() + output.nbytes <= given.data_ptr() or given.data_ptr() + given.nbytes <= output.data_ptr()
     )
     if output.numel() and given.numel() and not apart:
         raise site.refuse("output to be apart from given", "that they overlap", "pass given.clone()")

@@ -90,9 +90,7 @@ class Collectives(ExchangesValues, Protocol):
         """
         ...
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Fill `output` with this rank's slice of the reduction of every rank's `full`.
 
         Both are 1-D, contiguous, of one dtype (see `checks.REDUCIBLE`) and on one device; `full.numel() == size *

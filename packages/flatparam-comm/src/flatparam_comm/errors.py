@@ -221,9 +221,7 @@ def _entries(said: Sequence[tuple[int, str]]) -> list[str]:
     entries: list[tuple[int, str]] = []
     for text, ranks in by_text.items():
         if len(ranks) >= _MANY:
-            plural = next(
-                (text.replace(one, many, 1) for one, many in _PLURALS if text.startswith(one)), text
-            )
+            plural = next((text.replace(one, many, 1) for one, many in _PLURALS if text.startswith(one)), text)
             entries.append((ranks[0], f"ranks {told_ranks(ranks)[1:-1]} {plural}"))
         else:
             entries += [(rank, f"rank {rank} {text}") for rank in ranks]

@@ -295,8 +295,7 @@ def survivors_of(ranks: Collectives, error: BaseException | None, seconds: float
     found = guard()
     if found is None:
         text = (
-            "expected a guard, by which ranks find each other after a failure, found none: pip install "
-            "flatparam-guard"
+            "expected a guard, by which ranks find each other after a failure, found none: pip install flatparam-guard"
         )
         raise CollectiveError(ranks.rank, "survivors", "", text)
     return found.survivors_of(ranks, error, seconds)

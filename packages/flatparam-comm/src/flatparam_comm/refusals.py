@@ -61,17 +61,11 @@ def check_dense(site: Site, name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise site.refuse(f"{name} to hold bytes", "a meta tensor", "materialise it first")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        found = (
-            f"strides {tuple(tensor.stride())}"
-            if tensor.layout == torch.strided
-            else f"layout {tensor.layout}"
-        )
+        found = f"strides {tuple(tensor.stride())}" if tensor.layout == torch.strided else f"layout {tensor.layout}"
         raise site.refuse(f"{name} to be contiguous", found, f"pass {name}.contiguous() and copy back")
     if tensor.is_conj() or tensor.is_neg():
         # The bytes in memory are not the values that the caller sees.
-        raise site.refuse(
-            f"{name} without a lazy conjugate or negation", "one", "call resolve_conj() / resolve_neg()"
-        )
+        raise site.refuse(f"{name} without a lazy conjugate or negation", "one", "call resolve_conj() / resolve_neg()")
 
 
 def check_flat(site: Site, name: str, tensor: Tensor) -> None:
@@ -133,8 +127,6 @@ def check_reducible(site: Site, tensor: Tensor, op: ReduceOp) -> None:
         raise site.refuse(f"op to be one of {known}", repr(op), "take it from flatparam_comm")
     if tensor.dtype not in REDUCIBLE:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE))
-        raise site.refuse(
-            f"a dtype that can be reduced ({names})", str(tensor.dtype), "cast to one of them first"
-        )
+        raise site.refuse(f"a dtype that can be reduced ({names})", str(tensor.dtype), "cast to one of them first")
     if tensor.dtype.is_complex and op is not ReduceOp.SUM:
         raise site.refuse("ReduceOp.SUM for complex numbers", str(op), "complex numbers have no order")

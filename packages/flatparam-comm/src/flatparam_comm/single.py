@@ -38,9 +38,7 @@ class SingleCollectives:
         checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
         return copied(output, shard)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Copy `full`, whose only slice is this rank's."""
         checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
         return copied(output, full)
@@ -65,9 +63,7 @@ class SingleCollectives:
         label: str = "",
     ) -> Pending:
         """Copy what this rank gives itself."""
-        checks.check_all_to_all(
-            checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels
-        )
+        checks.check_all_to_all(checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels)
         return copied(output, given)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
@@ -119,9 +115,7 @@ class RanksOnly:
         """Raise CollectiveError."""
         self._refuse("all_gather", label)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Raise CollectiveError."""
         self._refuse("reduce_scatter", label)
 

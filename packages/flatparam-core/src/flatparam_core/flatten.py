@@ -125,9 +125,7 @@ class Flattening:
             for layout in layouts
         )
         places = {
-            fqn: (number, index)
-            for number, layout in enumerate(layouts)
-            for index, fqn in enumerate(layout.fqns)
+            fqn: (number, index) for number, layout in enumerate(layouts) for index, fqn in enumerate(layout.fqns)
         }
         return cls(module, layouts, shards, rank, home, use_orig_params, precision, places, bound)
 

@@ -553,9 +553,7 @@ class FlatParamHandle:
             self.apply(lambda tensor: tensor.to(dtype))
         if computed != self.forms.dtype(full_precision=False):
             forms, precision = self.forms, attrs.evolve(self.precision, param_dtype=computed)
-            self.forms = FullForms(
-                self.layout, precision, forms.device, forms.attributes, forms.pool, forms.kinds
-            )
+            self.forms = FullForms(self.layout, precision, forms.device, forms.attributes, forms.pool, forms.kinds)
             self.gradients = self._make_gradients()
 
     def has_presenter(self, index: int) -> bool:

@@ -47,9 +47,7 @@ class Threshold:
             ValueError: if `value` is below `least` or above `most`.
         """
         if not self.least <= value <= self.most:
-            raise ValueError(
-                f"{self.name}: expected a number from {self.least} to {self.most}, found {value}"
-            )
+            raise ValueError(f"{self.name}: expected a number from {self.least} to {self.most}, found {value}")
         before, self.value = self.value, value
         try:
             yield

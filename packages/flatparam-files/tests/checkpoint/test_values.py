@@ -123,9 +123,7 @@ def test_a_sealed_file_shows_every_changed_bit() -> None:
     """Each single bit, each missing and each added byte; only the original is accepted."""
     data = seal({"a": [1, 2.5, "ü", None, True], "b": {"c": -0.0}})
     assert unseal(data) == {"a": [1, 2.5, "ü", None, True], "b": {"c": -0.0}}
-    changed = [
-        bytes([*data[:i], data[i] ^ (1 << bit), *data[i + 1 :]]) for i in range(len(data)) for bit in range(8)
-    ]
+    changed = [bytes([*data[:i], data[i] ^ (1 << bit), *data[i + 1 :]]) for i in range(len(data)) for bit in range(8)]
     changed += [data[:i] for i in range(len(data))] + [data + b" ", b" " + data, data.replace(b",", b", ", 1)]
     for each in changed:
         with pytest.raises(ValueError, match=r"."):

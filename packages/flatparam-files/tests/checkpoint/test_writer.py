@@ -19,10 +19,7 @@ from flatparam_files.disk.system import bytes_view
 from .examples import example
 
 TENSORS = {
-    **{
-        f"model/{str(dtype)[6:]}": example(dtype, 3, 4)
-        for dtype in (*DTYPES, torch.complex128, torch.complex32)
-    },
+    **{f"model/{str(dtype)[6:]}": example(dtype, 3, 4) for dtype in (*DTYPES, torch.complex128, torch.complex32)},
     "model/empty": torch.empty(0, 3),
     "model/scalar": torch.tensor(2.5),
     "optimizer/state/scalar/exp_avg": torch.tensor(0.5),
@@ -32,9 +29,7 @@ TENSORS = {
 VALUES = {"optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["scalar"]}]}, "extra": {"n": 1, "data": {}, "list": [0, None]}}  # fmt: skip
 
 
-def write(
-    root: Path, tensors: dict[str, torch.Tensor] = TENSORS, *, world_size: int = 1, step: int = 0
-) -> Path:
+def write(root: Path, tensors: dict[str, torch.Tensor] = TENSORS, *, world_size: int = 1, step: int = 0) -> Path:
     """Write `tensors` and `VALUES`."""
     infos = {path: TensorInfo(tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
     with CheckpointWriter(root, infos, VALUES, world_size=world_size, step=step, aliases={"model/tied": "model/scalar"} if "model/scalar" in tensors else {}) as writer:  # fmt: skip
@@ -53,9 +48,7 @@ def test_what_was_written_is_read(tmp_path: Path, world_size: int) -> None:
         with open_checkpoint(where) as reader:
             assert isinstance(reader, Source)
             assert reader.format == "flatparam"
-            assert reader.tensors == {
-                at: TensorInfo(tensor.shape, tensor.dtype) for at, tensor in TENSORS.items()
-            }
+            assert reader.tensors == {at: TensorInfo(tensor.shape, tensor.dtype) for at, tensor in TENSORS.items()}
             assert reader.values == VALUES
             assert (reader.facts["step"], reader.facts["world_size"]) == (7, world_size)
             assert reader.facts["aliases"] == {"model/tied": "model/scalar"}
@@ -75,9 +68,7 @@ def test_safetensors_opens_the_files(tmp_path: Path) -> None:
     files = [safetensors.torch.load_file(path / f"rank-0000{rank}.safetensors") for rank in range(2)]
     for at, tensor in tensors.items():
         numel = tensor.numel()
-        halves = [
-            files[rank].get(f"{at}[{numel * rank // 2}:{numel * (rank + 1) // 2}]") for rank in range(2)
-        ]
+        halves = [files[rank].get(f"{at}[{numel * rank // 2}:{numel * (rank + 1) // 2}]") for rank in range(2)]
         found = torch.cat([half for half in halves if half is not None] or [tensor.reshape(-1)])
         assert torch.equal(bytes_view(found), bytes_view(tensor)), at
 

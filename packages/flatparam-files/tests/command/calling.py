@@ -51,8 +51,7 @@ def tree(seed: int = 0) -> dict[str, Any]:
         "model": {name: torch.randn(shape) for name, shape in shapes.items()},
         "optimizer": {
             "state": {
-                name: {"step": torch.tensor(4.0), "exp_avg": torch.randn(shape)}
-                for name, shape in shapes.items()
+                name: {"step": torch.tensor(4.0), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()
             },
             "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(shapes)}],
         },

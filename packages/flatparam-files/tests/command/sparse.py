@@ -48,9 +48,7 @@ def sparse_run(path: Path, tensors: dict[str, TensorInfo], world_size: int) -> N
     committer.close()
 
 
-def _rank(
-    directory: Path, save_id: str, tensors: dict[str, TensorInfo], rank: int, world_size: int
-) -> RankReport:
+def _rank(directory: Path, save_id: str, tensors: dict[str, TensorInfo], rank: int, world_size: int) -> RankReport:
     spans = {
         name: Span(info.numel * rank // world_size, info.numel * (rank + 1) // world_size)
         for name, info in tensors.items()

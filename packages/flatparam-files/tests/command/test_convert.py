@@ -109,9 +109,7 @@ def test_a_dry_run(arguments: tuple[object, ...], flatparam: Caller) -> None:
         ("export", "@run", "@run", "--to", "hf"),
     ],
 )
-def test_nothing_is_overwritten(
-    arguments: tuple[object, ...], extra: tuple[str, ...], flatparam: Caller
-) -> None:
+def test_nothing_is_overwritten(arguments: tuple[object, ...], extra: tuple[str, ...], flatparam: Caller) -> None:
     """A destination that exists is refused, and stays as it is; a dry run says so too."""
     before = (flatparam.directory / "a.pt").read_bytes(), entries(flatparam.directory / "run")
     found = flatparam(*arguments, *extra)
@@ -155,9 +153,7 @@ def test_states_that_nothing_else_can_hold(flatparam: Caller, monkeypatch: pytes
     """States that differ between ranks without being cut like their parameter are not left out without a word."""
     facts = {"per_rank": ("optimizer/state/head.weight/rows",)}
     source = attrs.evolve(open_source(flatparam.directory / "a.pt"), facts=facts)
-    monkeypatch.setattr(
-        "flatparam_files.command.ckpt_commands.open_source", lambda *paths, format, prefix: source
-    )
+    monkeypatch.setattr("flatparam_files.command.ckpt_commands.open_source", lambda *paths, format, prefix: source)
     found = flatparam("export", "@run", "@new.pt", "--to", "torch")
     assert found.status == 2
     assert "'optimizer/state/head.weight/rows'" in found.err
@@ -250,9 +246,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "hf", "flatparam"])
-def test_a_disk_that_fills_up(
-    kind: str, tiny_disk: Path, flatparam: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up(kind: str, tiny_disk: Path, flatparam: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the disk is full in the middle, that is one sentence with the status 2, and nothing is left."""
     torch.save({"a": torch.ones(100), "w": torch.rand(200_000)}, flatparam.directory / "big.pt")
     monkeypatch.setattr("flatparam_files.command.ckpt_commands.free_nbytes", lambda path: 10**9)

@@ -73,9 +73,7 @@ def test_a_wrong_format_by_name(flatparam: Caller) -> None:
     assert "safetensors" in found.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["inspect", "@run", "--model", "@a.pt"], ["inspect"], ["nonsense"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["inspect", "@run", "--model", "@a.pt"], ["inspect"], ["nonsense"]])
 def test_wrong_arguments(arguments: list[str], flatparam: Caller) -> None:
     """Arguments that say too little or too much are refused with the status 2."""
     assert flatparam(*arguments).status == 2

@@ -102,10 +102,7 @@ def test_state_of_an_optimizer(flatten: bool, tmp_path: Path) -> None:
 def test_torch_loads_what_is_written(world_size: int, tmp_path: Path) -> None:
     """`dcp.load` fills tensors and values of the same tree with what was saved, from any number of files."""
     tree = {**state(), "model": awkward()}
-    assert (
-        len(write_dcp(as_source(tmp_path / "a.pt", tree), tmp_path / "d", world_size=world_size))
-        == world_size
-    )
+    assert len(write_dcp(as_source(tmp_path / "a.pt", tree), tmp_path / "d", world_size=world_size)) == world_size
     found = _blank(tree)
     dcp.load(found, checkpoint_id=tmp_path / "d", no_dist=True)
     _assert_same_tree(found, tree)
@@ -223,9 +220,7 @@ def _set_all(metadata: Metadata, **fields: Any) -> None:
         (lambda m: setattr(_entry(m).properties, "dtype", 3), "dtype"),
     ],
 )
-def test_metadata_that_cannot_be(
-    change: Callable[[Metadata], object], complaint: str, tmp_path: Path
-) -> None:
+def test_metadata_that_cannot_be(change: Callable[[Metadata], object], complaint: str, tmp_path: Path) -> None:
     """Chunks that leave something out, and places that are none, are refused when the directory is opened."""
     grid(tmp_path / "d", change)
     with pytest.raises(CheckpointError, match=complaint):

@@ -50,9 +50,7 @@ def test_there_are_fixtures() -> None:
 
 
 @pytest.mark.parametrize("name", ["stage3-three-ranks", "stage2-aligned"])
-@pytest.mark.parametrize(
-    "path", ["model/hidden.weight", "model/adapter.weight", "optimizer/state/out.bias/exp_avg"]
-)
+@pytest.mark.parametrize("path", ["model/hidden.weight", "model/adapter.weight", "optimizer/state/out.bias/exp_avg"])
 def test_every_span(name: str, path: str) -> None:
     """Any span of a tensor is that part of it, wherever the ranks' parts meet."""
     source = open_deepspeed(WRITTEN / name)
@@ -157,9 +155,7 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
 
     for rank in range(2):
         edit(step / MODEL.format(rank), exclude)
-    missing = (
-        open_deepspeed(WRITTEN / "stage3-fp32").tensors.keys() - open_deepspeed(checkpoint).tensors.keys()
-    )
+    missing = open_deepspeed(WRITTEN / "stage3-fp32").tensors.keys() - open_deepspeed(checkpoint).tensors.keys()
     assert missing == {"model/adapter.weight", "model/adapter.bias"}
 
 

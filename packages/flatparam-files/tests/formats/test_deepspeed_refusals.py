@@ -218,9 +218,7 @@ def test_file_of_another_save(file: str, tmp_path: Path) -> None:
 def resize(part: Any, more: int) -> None:
     """Make each flat group of a rank larger or smaller."""
     groups = part["optimizer_state_dict"]["fp32_flat_groups"]
-    part["optimizer_state_dict"]["fp32_flat_groups"] = [
-        torch.zeros(max(0, len(each) + more)) for each in groups
-    ]
+    part["optimizer_state_dict"]["fp32_flat_groups"] = [torch.zeros(max(0, len(each) + more)) for each in groups]
 
 
 @each_row("more", [-1, 1, -1000])

@@ -13,9 +13,7 @@ from flatparam_files.disk.checkpoint_error import CheckpointError
 @pytest.mark.pairs
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["file", "directory", "directories", "denied"])
-def test_a_path_of_the_wrong_kind(
-    format: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_of_the_wrong_kind(format: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file for a directory, the reverse, and what may not be read end in an error that names the path."""
     path = tmp_path / "it"
     if kind == "file":

@@ -55,9 +55,7 @@ def _everything(path: Path) -> tuple[dict[str, torch.Tensor], object] | None:
         return None
 
 
-def _damaged(
-    path: Path, directory: Path, change: Callable[[bytearray], bytearray | None], which: int
-) -> Path:
+def _damaged(path: Path, directory: Path, change: Callable[[bytearray], bytearray | None], which: int) -> Path:
     copy = directory / path.name
     if copy.is_dir():
         shutil.rmtree(copy)
@@ -77,9 +75,7 @@ def test_truncation(name: str, tmp_path: Path) -> None:
         nbytes = file.stat().st_size
         for part in range(16):
             cut = nbytes * part // 16 if part else nbytes - 2
-            copy = _damaged(
-                path, tmp_path / "copies", lambda data, cut=cut: data[:cut] or bytearray(b"x"), which
-            )  # type: ignore[misc]
+            copy = _damaged(path, tmp_path / "copies", lambda data, cut=cut: data[:cut] or bytearray(b"x"), which)  # type: ignore[misc]
             assert _everything(copy) is None, (file.name, cut)
 
 

@@ -68,9 +68,7 @@ def test_it_is_found(tree: Any, form: str, tmp_path: Path) -> None:
 @each_row("form", ["torch", "dcp"])
 def test_several_places(form: str, tmp_path: Path) -> None:
     """If there are several, they are named, and `prefix` says which one is meant; one that is not there is refused."""
-    path = saved(
-        {"first": parts(1), "second": {"inner": parts(2)["model"], "app/x": parts(3)}}, form, tmp_path
-    )
+    path = saved({"first": parts(1), "second": {"inner": parts(2)["model"], "app/x": parts(3)}}, form, tmp_path)
     assert names(open_source(path)) == MODEL  # deeper ones are not looked at
     path = saved({"first": parts(1), "second": parts(2)}, form, make(tmp_path / "other"))
     with pytest.raises(
@@ -82,9 +80,7 @@ def test_several_places(form: str, tmp_path: Path) -> None:
         (found,) = source.read("model/weight", _whole(source, "model/weight"))
         assert torch.equal(found.view(2, 3), parts(seed)["model"]["weight"])
     assert names(open_source(path, prefix="first/model")) == MODEL
-    with pytest.raises(
-        CheckpointError, match="has no 'third' on the way to 'first/third'; found 'model', 'optim'"
-    ):
+    with pytest.raises(CheckpointError, match="has no 'third' on the way to 'first/third'; found 'model', 'optim'"):
         open_source(path, prefix="first/third")
 
 
@@ -99,8 +95,6 @@ def _whole(source: Source, path: str) -> Any:
 
 def test_formats_without_keys_above(tmp_path: Path) -> None:
     """Other formats have nothing above the model, and a prefix is refused there."""
-    write_hugging_face(
-        open_source(saved(parts()["model"], "torch", tmp_path)), tmp_path / "model.safetensors"
-    )
+    write_hugging_face(open_source(saved(parts()["model"], "torch", tmp_path)), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="of the format safetensors, in which there is nothing above"):
         open_source(tmp_path / "model.safetensors", prefix="app")

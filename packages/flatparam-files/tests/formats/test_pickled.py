@@ -79,12 +79,7 @@ def test_a_large_memo_index_takes_no_memory() -> None:
 
 
 PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**80), 2**80)
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=3).map(tuple)

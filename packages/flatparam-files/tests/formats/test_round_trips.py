@@ -30,20 +30,12 @@ from .samples import DTYPES, assert_same_source, awkward, contents, same, state,
 
 NAMES = st.text("ab.0_/%é", min_size=1, max_size=6)
 TENSORS = st.builds(
-    lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(
-        dtype
-    ),
+    lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
     st.lists(st.integers(0, 4), max_size=3),
     st.sampled_from(DTYPES),
     st.integers(0, 99),
 )
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**62), 2**62)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5)
-)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(max_size=5)
 STATES = st.dictionaries(st.sampled_from(["exp_avg", "step", "flag"]), TENSORS | PLAIN, max_size=3)
 
 
@@ -61,9 +53,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
 def ours(directory: Path, tree: dict[str, Any], world_size: int) -> Source:
     """Our checkpoint of a tree."""
     torch.save(tree, directory / "start.pt")
-    write_checkpoint(
-        open_torch_file(directory / "start.pt"), directory / "start", world_size=world_size, step=7
-    )
+    write_checkpoint(open_torch_file(directory / "start.pt"), directory / "start", world_size=world_size, step=7)
     return open_source(directory / "start")
 
 

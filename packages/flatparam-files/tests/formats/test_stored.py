@@ -90,9 +90,7 @@ def test_scattered_elements_take_little_memory(tmp_path: Path, monkeypatch: pyte
         ((2, 2), 0, (1,)),
     ],
 )
-def test_a_tensor_must_lie_in_its_storage(
-    shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
-) -> None:
+def test_a_tensor_must_lie_in_its_storage(shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> None:
     """Strides and offsets that reach out of the storage are refused before anything is read."""
     storage = Storage(Path("nowhere"), 0, 24)
     with pytest.raises(ValueError, match=r"ends at byte|do not fit|negative"):

@@ -136,9 +136,7 @@ def test_states_by_number_get_names(named: bool, tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             assert same(whole(source, f"optimizer/state/{name}/{key}"), value)
-    assert source.values["optimizer"]["param_groups"][0]["params"] == [
-        name for name, _ in model.named_parameters()
-    ]
+    assert source.values["optimizer"]["param_groups"][0]["params"] == [name for name, _ in model.named_parameters()]
 
 
 def test_states_by_number_of_tied_weights(tmp_path: Path) -> None:
@@ -204,9 +202,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "text.pt").write_text("hello")
     for name in ("old.pt", "text.pt"):
-        with pytest.raises(
-            CheckpointError, match=rf"{name}.*load it and save|{name}.*loaded and\s+saved again"
-        ):
+        with pytest.raises(CheckpointError, match=rf"{name}.*load it and save|{name}.*loaded and\s+saved again"):
             open_source(tmp_path / name)
     with zipfile.ZipFile(tmp_path / "zip.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"x" * 1000)

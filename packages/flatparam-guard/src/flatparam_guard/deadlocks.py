@@ -126,9 +126,7 @@ class Stands:
 # them is asked once more, so that they are known to have waited all at the same time; if they still do, they are stuck.
 
 
-_ADVICE: Final = (
-    "make every rank call the same units, passes, state functions and collectives of torch in one order"
-)
+_ADVICE: Final = "make every rank call the same units, passes, state functions and collectives of torch in one order"
 
 
 def stuck_among(stands: Mapping[int, Stand]) -> dict[int, Stand]:

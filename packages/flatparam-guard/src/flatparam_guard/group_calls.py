@@ -147,9 +147,7 @@ class GroupCalls:
             if other is not None:
                 raise self._diverged(site, (code_of(site.op, dtype, detail), numel), *other)
 
-    def note(
-        self, site: Site, dtype: torch.dtype | None, numel: int, detail: int
-    ) -> tuple[int, int, int] | None:
+    def note(self, site: Site, dtype: torch.dtype | None, numel: int, detail: int) -> tuple[int, int, int] | None:
         """Count a collective that is issued now; arguments as `begin`.
 
         Returns:

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, Protocol, final
 from zlib import crc32
 
@@ -26,7 +27,6 @@ from flatparam_comm.collectives import ReduceOp
 from flatparam_comm.errors import describe_call, told_steps
 from flatparam_comm.hosts import host_identity, make_sealed_memory
 from flatparam_guard.activity import ACTIVITY
-from flatparam_guard.network import is_stopped
 
 #: The late ranks that a message describes.
 _TOLD: Final = 4
@@ -127,9 +127,7 @@ class Standings:
     def others(self) -> dict[int, Standing]:
         """Return the standing of each other rank of this host, by its number within the world."""
         found = self._there()
-        return {
-            rank: Standing.told_by(words, self.neighbours.describe(rank)) for rank, words in found.items()
-        }
+        return {rank: Standing.told_by(words, self.neighbours.describe(rank)) for rank, words in found.items()}
 
     def _there(self) -> dict[int, memoryview]:
         """Return the pages of the ranks that have not left the group."""
@@ -217,7 +215,7 @@ class Board:
     def describe(self, rank: int) -> str:
         """Return the process of `rank`, and whether it is stopped."""
         pid = self._pids[rank]
-        return f"process {pid}, which is stopped" if is_stopped(pid) else f"process {pid}"
+        return f"process {pid}, which is stopped" if _is_stopped(pid) else f"process {pid}"
 
     def find(self, rank: int, key: int) -> memoryview | None:
         """Return the page with this key of `rank`, as far as it is known by now."""
@@ -330,3 +328,13 @@ def _padded(text: str) -> bytes:
     """Return the text in exactly as many bytes as there are for it."""
     nbytes = _TEXT.stop - _TEXT.start
     return text.encode()[:nbytes].ljust(nbytes, b"\0")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped by a signal or a debugger, if the system tells (proc(5))."""
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # The second field is the program's name in parentheses, which may hold anything.
+    return told.rpartition(")")[2].split()[:1] in (["T"], ["t"])

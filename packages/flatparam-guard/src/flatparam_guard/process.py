@@ -102,9 +102,7 @@ def _calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
             with contextlib.suppress(Exception):
                 relay = _relay_for(group)
             name = "" if relay is None else f"{groups.name_of(group)} {transport}".rstrip()
-            is_gloo = (
-                not transport and groups.is_between_processes(group) and groups.cpu_backend(group) == "gloo"
-            )
+            is_gloo = not transport and groups.is_between_processes(group) and groups.cpu_backend(group) == "gloo"
             board = None if relay is None else relay.board
             found = by_transport[transport] = GroupCalls(group, name, relay, board, goes_through_gloo=is_gloo)
             if relay is not None:
@@ -228,9 +226,7 @@ class _Hook:
 
     before: Any
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         tell_failure(error, is_final=True)
         self.before(kind, error, traceback)
 

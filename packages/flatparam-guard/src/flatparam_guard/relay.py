@@ -389,9 +389,7 @@ class Relay:
                 calls.leave_board()
                 continue
             for rank, failure in [*self._known.items()]:
-                if calls.broken_by is not None or not (
-                    rank in calls.members or self._is_lost_hub(rank, failure)
-                ):
+                if calls.broken_by is not None or not (rank in calls.members or self._is_lost_hub(rank, failure)):
                     continue
                 since, mercy = self._since[rank], self.settings.mercy
                 if failure.is_final:

@@ -77,9 +77,7 @@ class RelaySettings:
                 try:
                     found[cls.variables()[name]] = _positive(text)
                 except ValueError:
-                    warnings.warn(
-                        f"{name}: expected a number of seconds above 0, found {text!r}", stacklevel=3
-                    )
+                    warnings.warn(f"{name}: expected a number of seconds above 0, found {text!r}", stacklevel=3)
         return cls(is_on=os.environ.get(_PREFIX, "1").strip().lower() not in _OFF, **found)
 
     @classmethod

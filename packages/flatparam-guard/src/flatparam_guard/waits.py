@@ -91,9 +91,7 @@ class WaitWatch:
         self.due = 0.0
         """The moment at which it stands, if it goes on waiting."""
 
-    def look(
-        self, everything: Iterable[GroupCalls], failure: FailureReport | None, now: float
-    ) -> Stand | None:
+    def look(self, everything: Iterable[GroupCalls], failure: FailureReport | None, now: float) -> Stand | None:
         """Return where the process stands; None if it may go on by itself.
 
         Args:
@@ -246,9 +244,7 @@ class IdleWatch:
             return None
         main = threading.main_thread().ident or 0
         place = _place_of(sys._current_frames().get(main))
-        return FailureReport.of(
-            self._rank, error, f"the program's own code, and is at {place} for {idle:.0f} s,"
-        )
+        return FailureReport.of(self._rank, error, f"the program's own code, and is at {place} for {idle:.0f} s,")
 
 
 def _computed() -> float:
@@ -318,12 +314,7 @@ class StallWatch:
             return None
         furthest = max(counts.values())
         is_mine = self.rank == min(rank for rank, count in counts.items() if count == furthest)
-        if (
-            seen.is_told
-            or not is_mine
-            or min(counts.values()) == furthest
-            or now < seen.since + self.patience
-        ):
+        if seen.is_told or not is_mine or min(counts.values()) == furthest or now < seen.since + self.patience:
             return None
         seen.is_told = True
         late = [rank for rank, count in counts.items() if count < furthest]

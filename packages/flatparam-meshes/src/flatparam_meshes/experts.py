@@ -50,9 +50,7 @@ def hold_experts(model: nn.Module, *, dim: int | None = None) -> int:
         ValueError: for a `dim` other than 0.
     """
     if dim not in (None, 0):
-        raise ValueError(
-            f"hold_experts: expected dim=0, along which experts are stacked, or None, found {dim!r}"
-        )
+        raise ValueError(f"hold_experts: expected dim=0, along which experts are stacked, or None, found {dim!r}")
     units = units_in(model)
     if not units:
         raise FlatParamError(
@@ -113,10 +111,7 @@ def _groups_of_ranks(unit: Unit, ranks: Topology) -> tuple[tuple[int, ...], ...]
     mine = tuple(unit.topology.exchange(ranks.rank, label=_LABEL))
     told = ranks.exchange(mine, label=_LABEL)
     found = tuple(dict.fromkeys(told))
-    if (
-        sorted(rank for group in found for rank in group) != list(range(len(told)))
-        or len({*map(len, found)}) > 1
-    ):
+    if sorted(rank for group in found for rank in group) != list(range(len(told))) or len({*map(len, found)}) > 1:
         raise FlatParamError(
             f"hold_experts: unit {unit.name!r}: expected groups of one size that have each of the model's {len(told)} "
             f"data-parallel ranks once, found {list(found)}; shard the experts over a dimension of a mesh of which the "

@@ -193,8 +193,7 @@ class MeshForm:
     def _is_end_of(self, mesh: DeviceMesh) -> bool:
         outer = mesh.ndim - self.mesh.ndim
         return outer >= 0 and all(
-            _ranks(mesh, outer + dimension) == _ranks(self.mesh, dimension)
-            for dimension in range(self.mesh.ndim)
+            _ranks(mesh, outer + dimension) == _ranks(self.mesh, dimension) for dimension in range(self.mesh.ndim)
         )
 
     # Where it lies
@@ -203,9 +202,7 @@ class MeshForm:
     def is_first_copy(self) -> bool:
         """Return whether this rank is the first of those that hold copies."""
         return not any(
-            place
-            for place, placement in zip(self._here, self.placements, strict=True)
-            if placement.is_replicate()
+            place for place, placement in zip(self._here, self.placements, strict=True) if placement.is_replicate()
         )
 
     @property
@@ -259,9 +256,7 @@ class MeshForm:
             offset = number * math.prod(largest)
         else:
             offset = sum(first * step for first, step in zip(start, self.stride, strict=True))
-        return HeldPart(
-            tuple(self.shape), self.stride, tuple(start), tuple(part_shape), offset, not self.is_first_copy
-        )
+        return HeldPart(tuple(self.shape), self.stride, tuple(start), tuple(part_shape), offset, not self.is_first_copy)
 
     @spread_over.default
     def _find_parts(self) -> tuple[Collectives, ...]:

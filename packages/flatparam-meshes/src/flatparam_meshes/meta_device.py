@@ -162,8 +162,6 @@ class _ShownOnMeta:
             if id(now) not in made:
                 if tuple(now.placements) != form.placements or now.device_mesh != form.mesh:
                     now = now.redistribute(form.mesh, form.placements)
-                made[id(module._parameters[name])] = plain = nn.Parameter(
-                    form.part(now.detach()), stood.requires_grad
-                )
+                made[id(module._parameters[name])] = plain = nn.Parameter(form.part(now.detach()), stood.requires_grad)
                 vars(plain).update(vars(stood))
             module._parameters[name] = made[id(module._parameters[name])]

@@ -313,9 +313,7 @@ def _joined(parts: Sequence[Collectives]) -> Collectives:
     """Return the group of all ranks that are reached by `parts`, one after the other."""
     group = process_group_of(parts[-1])
     if group is None:
-        raise FlatParamError(
-            "a DTensor is over a mesh of processes, found ranks that are none: shard over a mesh"
-        )
+        raise FlatParamError("a DTensor is over a mesh of processes, found ranks that are none: shard over a mesh")
     ranks, made = [c10d.first_of("get_rank")()], len(_made)
     for part in parts:
         told = part.exchange((ranks, made), label=_LABEL)

@@ -151,9 +151,7 @@ class SharedMemoryCollectives:
             return self.inner.all_gather(output, shard, label=label)
         return self._start(site, _plain(output), _plain(shard))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Add in rank order, in the dtype of `full`; off the CPU the process group does."""
         site = Site(self._rank, self._size, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
@@ -197,9 +195,7 @@ class SharedMemoryCollectives:
         """Go through the process group: no rank knows how long a slot would have to be."""
         if self._failure is not None:
             raise self._again(Site(self._rank, self._size, "all_to_all", label))
-        return self.inner.all_to_all(
-            output, given, output_numels=output_numels, given_numels=given_numels, label=label
-        )
+        return self.inner.all_to_all(output, given, output_numels=output_numels, given_numels=given_numels, label=label)
 
     def swap(self, output: Tensor, given: Tensor | Parts, *, label: str = "") -> Pending:
         """Do what `all_to_all` does with parts of one length, which goes through shared memory.
@@ -215,9 +211,7 @@ class SharedMemoryCollectives:
             checks.check_reduce_scatter_parts(site, output[: numels[0]], given)
             return self._start(site, output, given)
         if not output.is_cpu:
-            return self.inner.all_to_all(
-                output, given, output_numels=numels, given_numels=numels, label=label
-            )
+            return self.inner.all_to_all(output, given, output_numels=numels, given_numels=numels, label=label)
         checks.check_all_to_all(site, output, given, numels, numels)
         return self._start(site, _plain(output), _plain(given))
 
@@ -229,9 +223,7 @@ class SharedMemoryCollectives:
         except Exception as error:
             text = f"the value cannot be pickled: {type(error).__name__}: {error}"
             raise CollectiveError(site.rank, site.op, site.label, text) from error
-        gathered = exchange_bytes(
-            mine, self._size, lambda output, shard: self._start(site, output, shard).wait(), _CPU
-        )
+        gathered = exchange_bytes(mine, self._size, lambda output, shard: self._start(site, output, shard).wait(), _CPU)
         return [pickle.loads(each) for each in gathered]
 
     def barrier(self, *, label: str = "") -> None:
@@ -469,9 +461,7 @@ def is_shared(group: Collectives | None) -> bool:
 
 
 #: What was found for each process group, so that ranks that ask again agree that there is nothing to make.
-_CONNECTED: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives]] = (
-    weakref.WeakKeyDictionary()
-)
+_CONNECTED: Final[weakref.WeakKeyDictionary[ProcessGroup, SharedMemoryCollectives]] = weakref.WeakKeyDictionary()
 _OBSTACLES: Final[weakref.WeakKeyDictionary[ProcessGroup, str]] = weakref.WeakKeyDictionary()
 
 

@@ -34,9 +34,7 @@ _REDUCERS: Final[dict[ReduceOp, Callable[..., Tensor]]] = {
 #: The number of each reduction in a call.
 REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 _BY_NUMBER: Final = tuple(REDUCTIONS)
-_DTYPES: Final = tuple(
-    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-)
+_DTYPES: Final = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 WORTH_CUTTING: Final = Threshold(
     "comm.worth_cutting_nbytes",
     1 << 14,

@@ -100,12 +100,8 @@ class Watch:
         for rank in gone:
             if rank in ended:
                 cause = CommError(f"its process (pid {self.link.peers.pids[rank]}) has ended")
-                raise PeerError(
-                    self.members[rank], cause, waiting_rank=self.members[self.rank], op=op, label=label
-                )
-            text = (
-                f"rank {rank} no longer takes part: an earlier call failed on it, or it has closed its memory"
-            )
+                raise PeerError(self.members[rank], cause, waiting_rank=self.members[self.rank], op=op, label=label)
+            text = f"rank {rank} no longer takes part: an earlier call failed on it, or it has closed its memory"
             raise CollectiveError(self.rank, op, label, text)
         if waited > self.timeout.total_seconds():
             text = (

@@ -290,9 +290,7 @@ class TransformersAdafactor(WholeOptimizer):
                 f"learning rate, found relative_step={relative_step} and lr={lr}"
             )
         if warmup_init and not relative_step:
-            raise ValueError(
-                "TransformersAdafactor: expected relative_step=True with warmup_init=True, found False"
-            )
+            raise ValueError("TransformersAdafactor: expected relative_step=True with warmup_init=True, found False")
         if min(lr or 0.0, weight_decay, *eps) < 0.0 or clip_threshold <= 0.0:
             raise ValueError(
                 "TransformersAdafactor: expected lr, weight_decay and eps that are not negative, and a clip_threshold "

@@ -138,12 +138,8 @@ class MatrixOptimizer(WholeOptimizer):
         """
         name = type(self).__name__
         if lr < 0.0 or weight_decay < 0.0:
-            raise ValueError(
-                f"{name}: expected lr and weight_decay that are not negative, found {lr}, {weight_decay}"
-            )
-        others = adamw_settings(
-            lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
-        )
+            raise ValueError(f"{name}: expected lr and weight_decay that are not negative, found {lr}, {weight_decay}")
+        others = adamw_settings(lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         rule = _FunctionRule(step, needs_matrix, cost or _default_cost)
         super().__init__(params, rule, "matrix", {"lr": lr, "weight_decay": weight_decay}, others, matrices)
 

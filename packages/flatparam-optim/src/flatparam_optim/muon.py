@@ -100,8 +100,7 @@ class _Orthogonal:
     def step(self, whole: Sequence[Tensor], state: Any, settings: Any) -> Tensor:
         how = {"steps": settings["ns_steps"], "coefficients": settings["ns_coefficients"]}
         found = [
-            orthogonalised(each, eps=settings["eps"], **how)
-            for each in whole[0].reshape(-1, *whole[0].shape[-2:])
+            orthogonalised(each, eps=settings["eps"], **how) for each in whole[0].reshape(-1, *whole[0].shape[-2:])
         ]
         return found[0] if whole[0].dim() == 2 else torch.stack(found).view(whole[0].shape)
 
@@ -196,9 +195,7 @@ class Muon(WholeOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        others = adamw_settings(
-            lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay
-        )
+        others = adamw_settings(lr if adamw_lr is None else adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         super().__init__(params, _Orthogonal(), "muon", defaults, others, matrices)
 
     def _check(self, name: str | None, shape: tuple[int, ...]) -> None:

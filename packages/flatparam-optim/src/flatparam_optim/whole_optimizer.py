@@ -156,9 +156,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         chosen: dict[str, list[Any]] = {self._name: [], ADAMW: []}
         forced = param_group.get(RULE)
         if forced not in (None, *chosen):
-            raise ValueError(
-                f"expected {self._name!r} or 'adamw' as the rule of a parameter group, found {forced!r}"
-            )
+            raise ValueError(f"expected {self._name!r} or 'adamw' as the rule of a parameter group, found {forced!r}")
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         for name, entry, shape in _originals(entries):
             if id(entry[1] if isinstance(entry, tuple) else entry) in held:

@@ -83,9 +83,7 @@ def train_on_mean(model: nn.Module, optimizer: optim.Optimizer, ranks: int, step
     """Train a local module on the mean of the gradients that the ranks' batches give."""
     for step in range(steps):
         optimizer.zero_grad()
-        gradients = mean_gradients(
-            model, lambda each, rank, step=step: each(inputs(rank)[step]).square().mean(), ranks
-        )
+        gradients = mean_gradients(model, lambda each, rank, step=step: each(inputs(rank)[step]).square().mean(), ranks)
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
         optimizer.step()

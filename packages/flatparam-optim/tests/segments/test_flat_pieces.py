@@ -53,9 +53,7 @@ def pieces_of(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(("kind", "how"), KINDS)
 @pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
-def test_every_optimizer_has_the_bits_of_the_plain_one(
-    kind: Any, how: dict[str, Any], original: bool
-) -> None:
+def test_every_optimizer_has_the_bits_of_the_plain_one(kind: Any, how: dict[str, Any], original: bool) -> None:
     """Two ranks, several steps: the parameters are those of the plain model on the mean of the losses."""
 
     cuts = not how.get("fused") and not how.get("foreach")

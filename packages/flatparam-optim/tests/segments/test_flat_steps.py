@@ -29,9 +29,7 @@ def loss(module: nn.Module, rank: int, *way: str) -> Tensor:
     return out
 
 
-def stepped_plainly(
-    make: Callable[[], nn.Module], ways: Sequence[tuple[str, ...]], ranks: int
-) -> dict[str, Tensor]:
+def stepped_plainly(make: Callable[[], nn.Module], ways: Sequence[tuple[str, ...]], ranks: int) -> dict[str, Tensor]:
     """The parameters of a local module after a step on each way."""
     local = seeded(make)
     optimizer = adam(local)

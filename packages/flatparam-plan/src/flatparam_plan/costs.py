@@ -162,9 +162,7 @@ def states_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     """Return the tensors of an optimizer's state."""
     if optimizer is None:
         return []
-    return [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-    ]
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 @final

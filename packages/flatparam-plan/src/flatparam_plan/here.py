@@ -94,8 +94,7 @@ def _way(seconds: dict[tuple[str, int], float], setup: Setup) -> Way:
     """Return the line through the times of collectives, by the bytes that a rank sends."""
     size = setup.world_size
     points = [
-        (sent_nbytes(op, nbytes, rank=setup.rank % size, size=size), took)
-        for (op, nbytes), took in seconds.items()
+        (sent_nbytes(op, nbytes, rank=setup.rank % size, size=size), took) for (op, nbytes), took in seconds.items()
     ]
     points = [(sent, took) for sent, took in points if sent and took > 0]
     if not points:

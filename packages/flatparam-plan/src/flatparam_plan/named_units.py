@@ -119,10 +119,7 @@ def _outline(model: nn.Module) -> Outline:
         if _numel(each) * _SMALL >= largest and _stands_alone(each, holders)
     )
     parts = [
-        names[part]
-        for each in members
-        for part in _members(each) or _called(each)
-        if _stands_alone(part, holders)
+        names[part] for each in members for part in _members(each) or _called(each) if _stands_alone(part, holders)
     ]
     return Outline(blocks, rest, tuple(parts))
 
@@ -167,10 +164,7 @@ def _outside(module: nn.Module, within: Collection[nn.Module]) -> Iterator[nn.Mo
 def _holders(module: nn.Module) -> Counter[int]:
     """Return how often modules in `module` hold each parameter, by its id."""
     return Counter(
-        id(parameter)
-        for inner in module.modules()
-        for parameter in inner._parameters.values()
-        if parameter is not None
+        id(parameter) for inner in module.modules() for parameter in inner._parameters.values() if parameter is not None
     )
 
 

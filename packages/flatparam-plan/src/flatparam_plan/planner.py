@@ -114,8 +114,7 @@ def plan_from(found: Rehearsal, prediction: Prediction | None = None, *, profile
         if entry.kind == "issued" and entry.call is not None:
             calls.setdefault(entry.call.label, []).append(entry.call)
     units = tuple(
-        _unit_costs(each, calls.get(each.name, []), found.setup.rank, flops, activations)
-        for each in found.units
+        _unit_costs(each, calls.get(each.name, []), found.setup.rank, flops, activations) for each in found.units
     )
     if profile is not None:
         from flatparam_plan.timeline import predict

@@ -64,9 +64,7 @@ def _rehearse(program: TrainingProgram, setup: Setup, steps: int) -> Rehearsal:
         memory.close()
 
 
-def _rehearsed(
-    program: TrainingProgram, setup: Setup, topology: Topology, observer: Observer, steps: int
-) -> Rehearsal:
+def _rehearsed(program: TrainingProgram, setup: Setup, topology: Topology, observer: Observer, steps: int) -> Rehearsal:
     memory = observer.memory
     with (
         memory,
@@ -103,8 +101,7 @@ def _facts_of(unit: Unit) -> UnitFacts:
     numel = sum(slot.span.numel for handle in unit.handles for slot in handle.layout.slots)
     full = sum(handle.full_nbytes() for handle in unit.handles)
     padding = sum(
-        handle.full_nbytes()
-        - sum(slot.span.numel for slot in handle.layout.slots) * handle.buffer.tensor.itemsize
+        handle.full_nbytes() - sum(slot.span.numel for slot in handle.layout.slots) * handle.buffer.tensor.itemsize
         for handle in unit.handles
     )
     return UnitFacts(

@@ -138,9 +138,7 @@ class Plan:
         where = f" of {peak.unit}" if peak.unit else ""
         lines = [f"peak {shown_nbytes(peak.nbytes)}, in the {peak.stage}{where}, step {peak.step + 1}"]
         ordered = sorted(peak.uses.items(), key=lambda item: -item[1])
-        return lines + columns(
-            [[f"  {name}", shown_nbytes(nbytes), f"{nbytes:,}"] for name, nbytes in ordered]
-        )
+        return lines + columns([[f"  {name}", shown_nbytes(nbytes), f"{nbytes:,}"] for name, nbytes in ordered])
 
     def _sent(self) -> list[str]:
         step = self.costs.steps[-1]

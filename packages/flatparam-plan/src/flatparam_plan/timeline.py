@@ -93,9 +93,7 @@ class Prediction:
         if self.timings is None:
             return f"an estimate from the profile's numbers ({self.profile.source})"
         low, high = (f"{100 * part:+.0f} %" for part in self.timings.middle_half)
-        return (
-            f"from {self.timings.count} {self.profile.source}, the middle half of which took {low} to {high}"
-        )
+        return f"from {self.timings.count} {self.profile.source}, the middle half of which took {low} to {high}"
 
     @property
     def _error(self) -> str:
@@ -144,18 +142,14 @@ class _Streams:
             self.compute = begin + each
             self.computing += each
         if start is not None:
-            self.pieces.append(
-                Piece(COMPUTING, entry.unit, f"{entry.stage} {entry.unit}", start, self.compute)
-            )
+            self.pieces.append(Piece(COMPUTING, entry.unit, f"{entry.stage} {entry.unit}", start, self.compute))
 
     def take(self, entry: Entry, seconds: float) -> None:
         """Do what was measured: the host computes and waits itself."""
         begin, self.compute = self.compute, self.compute + seconds
         if entry.kind == "kernels":
             self.computing += seconds
-            self.pieces.append(
-                Piece(COMPUTING, entry.unit, f"{entry.stage} {entry.unit}", begin, self.compute)
-            )
+            self.pieces.append(Piece(COMPUTING, entry.unit, f"{entry.stage} {entry.unit}", begin, self.compute))
         elif entry.call is not None and seconds:
             self.communication += seconds
             self.exposed += seconds
@@ -187,16 +181,12 @@ class _Streams:
         if self.profile.device == "cpu":
             self.compute += end
             self.communication += end
-            self.pieces.append(
-                Piece(COMMUNICATION, call.label, f"{call.op} {call.label}", begin, self.compute)
-            )
+            self.pieces.append(Piece(COMMUNICATION, call.label, f"{call.op} {call.label}", begin, self.compute))
         else:
             self.compute = max(self.compute, end)
         self.exposed += self.compute - begin
         if self.compute > begin:
-            self.pieces.append(
-                Piece(WAITING, call.label, f"wait for {call.op} {call.label}", begin, self.compute)
-            )
+            self.pieces.append(Piece(WAITING, call.label, f"wait for {call.op} {call.label}", begin, self.compute))
 
 
 def predict(found: Rehearsal, profile: AnyProfile, timings: Timings | None = None) -> Prediction:

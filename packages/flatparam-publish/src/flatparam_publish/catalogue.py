@@ -137,15 +137,11 @@ def published_tensors(
             )
         for name in published.names:
             if owners.setdefault(name, tensor.name) != tensor.name:
-                raise ValueError(
-                    f"publish: {owners[name]!r} and {tensor.name!r} both become {name!r}; check names="
-                )
+                raise ValueError(f"publish: {owners[name]!r} and {tensor.name!r} both become {name!r}; check names=")
     return found
 
 
-def _published(
-    tensor: ModelTensor, names: ReceiverNames | None, dtype: torch.dtype | None
-) -> PublishedTensor:
+def _published(tensor: ModelTensor, names: ReceiverNames | None, dtype: torch.dtype | None) -> PublishedTensor:
     new_names = tuple(dict.fromkeys(renamed(name, names) for name in tensor.names))
     own = tensor.dtype
     info = TensorInfo(tensor.shape, dtype if dtype is not None and own.is_floating_point else own)

@@ -111,9 +111,7 @@ class Update:
 class UpdateSource(Protocol):
     """The source from which a receiver gets versions."""
 
-    def fetch(
-        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
-    ) -> list[Update]:
+    def fetch(self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]) -> list[Update]:
         """Return the steps from `held` to the newest version, in order; empty if there is none that is newer.
 
         Args:

@@ -65,9 +65,7 @@ def publish(
     """
     if isinstance(sink, Channel):
         if every_rank:
-            raise ValueError(
-                "publish: every_rank takes a function as the sink; a channel is used by every rank"
-            )
+            raise ValueError("publish: every_rank takes a function as the sink; a channel is used by every rank")
         publisher = Publisher(model, sink, names=names, dtype=dtype, bucket=bucket, only=only)
         publisher.publish()
         return publisher.catalogue
@@ -78,17 +76,13 @@ def publish(
     catalogue = Catalogue(tuple(published for _, published in pairs))
     ranks, topology = all_of(model), topology_of(model)
     if every_rank and not callable(sink):
-        raise ValueError(
-            "publish: every_rank takes a function as the sink; a path is written by the first rank"
-        )
+        raise ValueError("publish: every_rank takes a function as the sink; a path is written by the first rank")
     calls = every_rank or ranks.is_first
     nbytes = PUBLISH_NBYTES.value if bucket is None else bucket
     asked = {"every_rank": every_rank, "bucket": nbytes}
     agree_to_publish(ranks, "publish", catalogue.digest, asked)
     # Experts may be sharded over the ranks that hold copies of all else.
-    has_parts = any(
-        tensor.place is not None and tensor.place.unit.topology != topology for tensor, _ in pairs
-    )
+    has_parts = any(tensor.place is not None and tensor.place.unit.topology != topology for tensor, _ in pairs)
     giving = _Giving(sink if calls else None, catalogue)
     with giving:
         if every_rank or topology.replicate is None or topology.replicate.rank == 0 or has_parts:
@@ -190,9 +184,7 @@ class _SafetensorsSink:
         self._in_file = list(tensors)
         infos: dict[str, TensorInfo] = {name: tensor.info for name, tensor in tensors.items()}
         file = self._stack.enter_context(SparseFile(path))
-        self._writer = self._stack.enter_context(
-            TensorFileWriter(cast("BinaryIO", file), infos, {"format": "pt"})
-        )
+        self._writer = self._stack.enter_context(TensorFileWriter(cast("BinaryIO", file), infos, {"format": "pt"}))
 
     def stop(self) -> None:
         """Close what is open; after an error it is not whole."""

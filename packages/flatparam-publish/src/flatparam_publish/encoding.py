@@ -97,9 +97,7 @@ def _packed(flags: Tensor) -> Tensor:
     """Eight flags in a byte, the first in its lowest bit."""
     padded = flags.new_zeros(-(-flags.numel() // 8) * 8, dtype=torch.uint8)
     padded[: flags.numel()] = flags
-    return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(
-        1, dtype=torch.uint8
-    )
+    return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor, numel: int) -> Tensor:
@@ -139,9 +137,7 @@ class Record:
         gaps, packed, of_others, rest = torch.split(self.body, list(lengths))
         positions, exceptions = _positions(gaps), _positions(of_others)
         if positions.numel() != self.numel or exceptions.numel() != others:
-            raise PublishError(
-                f"a record of tensor {self.index} contradicts itself; publish all values again"
-            )
+            raise PublishError(f"a record of tensor {self.index} contradicts itself; publish all values again")
         self._check(self.start, self.start + int(positions[-1]) + 1, bits)
         positions = positions.to(bits.device) + self.start
         grew = _unpacked(packed, self.numel).to(device=bits.device, dtype=bits.dtype)
@@ -182,9 +178,7 @@ def read_records(data: Tensor, itemsizes: list[int]) -> Iterator[Record]:
         index, kind, start, first, second, third, fourth = _HEADER.unpack(header)
         at += HEADER_NBYTES
         if index >= len(itemsizes) or kind not in (_VALUES, _CHANGES):
-            raise PublishError(
-                f"a packet has a record of kind {kind} about tensor {index}; publish all values again"
-            )
+            raise PublishError(f"a packet has a record of kind {kind} about tensor {index}; publish all values again")
         itemsize = itemsizes[index]
         if kind == _VALUES:
             lengths, nbytes = (0, 0, 0), first * itemsize

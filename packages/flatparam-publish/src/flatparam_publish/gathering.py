@@ -176,9 +176,7 @@ def _buckets(pairs: Sequence[Pair], nbytes: int) -> list[_TensorBucket]:
     return [
         bucket
         for each in buckets
-        for bucket in (
-            [each] if each.place is None else _cut(each.place, of_handle[id(each.place.handle)], nbytes)
-        )
+        for bucket in ([each] if each.place is None else _cut(each.place, of_handle[id(each.place.handle)], nbytes))
     ]
 
 

@@ -114,9 +114,7 @@ class GroupChannel:
 
     # The receiver's side
 
-    def fetch(
-        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
-    ) -> list[Update]:
+    def fetch(self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]) -> list[Update]:
         """Wait for the next version; `part` is given by the rank in the group."""
         if self._group.rank not in self._receivers:
             raise PublishError(f"rank {self._group.rank} of the group is a trainer, and cannot receive")
@@ -242,9 +240,7 @@ class _Sending:
                 piece = piece[:room]
             pieces[part].append(piece)
             room -= piece.numel()
-        data = tuple(
-            torch.cat([each.cpu() for each in of_part]) if of_part else _NOTHING for of_part in pieces
-        )
+        data = tuple(torch.cat([each.cpu() for each in of_part]) if of_part else _NOTHING for of_part in pieces)
         for part, of_part in enumerate(data):
             self._digests[part].update(bytes_view(of_part).numpy().data)
             self._sent[part] += of_part.numel()
@@ -253,10 +249,7 @@ class _Sending:
             cuts = self._slicing.cuts(new.catalogue)
             header = (new.stream, new.number, new.before, new.catalogue.encode(), cuts)
             self._is_begun = True
-        packets = [
-            Packet(nbytes, digest.hexdigest())
-            for nbytes, digest in zip(self._sent, self._digests, strict=True)
-        ]
+        packets = [Packet(nbytes, digest.hexdigest()) for nbytes, digest in zip(self._sent, self._digests, strict=True)]
         told = _Announced(tuple(each.numel() for each in data), packets if self._is_over else [], header)
         return _Round(told, data)
 
@@ -292,8 +285,6 @@ class _Receiving:
         if found != expected:
             raise PublishError(f"the bytes of version {number} are not those that were sent; publish again")
         if before is not None and before != held:
-            raise PublishError(
-                f"version {number} has the changes since {before}, but this receiver has {held}"
-            )
+            raise PublishError(f"version {number} has the changes since {before}, but this receiver has {held}")
         new = NewVersion(number, stream, before, whole, lambda wants_all: iter(()))
         return Update(new.id_with(packets), before, slicing.catalogue(whole, part), tuple(data.values()))

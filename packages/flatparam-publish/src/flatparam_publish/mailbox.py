@@ -135,9 +135,7 @@ class Mailbox:
     def _write(self, new: NewVersion, wants_all: bool, kind: str, topology: Topology) -> list[Packet]:
         """Write the packets of this rank."""
         stem = f"{new.stream}-{new.number:08d}-{kind}{topology.rank:05d}"
-        writers = [
-            _PacketWriter(self.folder / f"{stem}-{part:03d}{_SUFFIX}") for part in range(self._slicing.size)
-        ]
+        writers = [_PacketWriter(self.folder / f"{stem}-{part:03d}{_SUFFIX}") for part in range(self._slicing.size)]
         try:
             for part, piece in new.frames(wants_all):
                 writers[part].write(piece)
@@ -183,9 +181,7 @@ class Mailbox:
 
     # The receiver's side
 
-    def fetch(
-        self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]
-    ) -> list[Update]:
+    def fetch(self, held: VersionId | None, part: int | None, check: Callable[[Catalogue], object]) -> list[Update]:
         """Return the steps from `held` to the version that the manifest names; the newest base first if there is a gap.
 
         Raises:
@@ -215,9 +211,7 @@ class Mailbox:
         except FileNotFoundError:
             return ()
         except OSError as error:
-            raise PublishError(
-                f"{self.folder / _MANIFEST} cannot be read: {error.strerror or error}"
-            ) from error
+            raise PublishError(f"{self.folder / _MANIFEST} cannot be read: {error.strerror or error}") from error
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _read(self, most: int = MAX_PUBLISHED_NBYTES) -> _Manifest | None:
@@ -259,9 +253,7 @@ class Mailbox:
                     f"{catalogue.nbytes:,}; publish all values again"
                 )
         check(catalogue)
-        return [
-            Update(step.version, step.before, catalogue, tuple(self._packets(step, part))) for step in steps
-        ]
+        return [Update(step.version, step.before, catalogue, tuple(self._packets(step, part))) for step in steps]
 
     def _catalogue(self, manifest: _Manifest, part: int) -> Catalogue:
         data = _bytes_of(self.folder / manifest.catalogue, MAX_PUBLISHED_NBYTES)

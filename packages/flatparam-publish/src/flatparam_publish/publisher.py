@@ -141,9 +141,7 @@ class Publisher:
         for shard in self._shards:
             shard.remember(has_all=not knows)
         self._number, self._last = new.number, delivered.version
-        return Published(
-            new.number, not knows, delivered.nbytes, self._channel.slicing.nbytes(self._catalogue)
-        )
+        return Published(new.number, not knows, delivered.nbytes, self._channel.slicing.nbytes(self._catalogue))
 
     def _look(self) -> None:
         """Find the tensors where they are now."""
@@ -151,9 +149,7 @@ class Publisher:
         catalogue = Catalogue(tuple(published for _, published in pairs))
         is_first = all_of(self._model).is_first
         pieces = [
-            (index, *piece)
-            for index, (tensor, _) in enumerate(pairs)
-            for piece in _pieces(tensor, index, is_first)
+            (index, *piece) for index, (tensor, _) in enumerate(pairs) for piece in _pieces(tensor, index, is_first)
         ]
         if catalogue != self._catalogue or len(pieces) != len(self._shards):
             self._channel.slicing.check(catalogue)

@@ -91,9 +91,7 @@ def test_a_small_norm_scales_nothing(ranks: int) -> None:
 
 @each_row("norm_type", [-1.0, -2.0, float("-inf")])
 @each_row("max_norm", [1e-9, 1e6])
-def test_norms_of_negative_order(
-    norm_type: float, max_norm: float, ranks: int, use_orig_params: bool
-) -> None:
+def test_norms_of_negative_order(norm_type: float, max_norm: float, ranks: int, use_orig_params: bool) -> None:
     """Padding, and ranks without a part of a parameter, count as nothing; clipping is that of one process."""
 
     def make() -> nn.Module:
@@ -248,9 +246,7 @@ def test_a_bad_gradient_shows_on_every_rank() -> None:
 @each_row("narrow", [torch.bfloat16, torch.float32])
 def test_all_gradients_are_scaled_alike(foreach: bool | None, narrow: torch.dtype) -> None:
     """Gradients of one dtype or of two, scaled together or one by one, end up the same: at the bound."""
-    module = sharded(
-        lambda: nn.ModuleList([nn.Linear(4, 4, dtype=narrow), nn.Linear(4, 4)]), SingleCollectives()
-    )
+    module = sharded(lambda: nn.ModuleList([nn.Linear(4, 4, dtype=narrow), nn.Linear(4, 4)]), SingleCollectives())
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     count = sum(parameter.numel() for parameter in module.parameters())

@@ -24,9 +24,7 @@ Optimizers: Any = [
 ]
 
 
-def attach(
-    parameters: Iterable[nn.Parameter], kind: type[torch.optim.Optimizer], how: dict[str, Any]
-) -> None:
+def attach(parameters: Iterable[nn.Parameter], kind: type[torch.optim.Optimizer], how: dict[str, Any]) -> None:
     for parameter in parameters:
         parameter._in_backward_optimizers = [kind([parameter], **how)]  # type: ignore[call-arg, attr-defined]
 
@@ -221,7 +219,5 @@ def test_without_originals_it_is_refused() -> None:
         return stack
 
     module = sharded(make, SingleCollectives(), units=BLOCKS)
-    with pytest.raises(
-        FlatParamError, match="'head.bias' has an optimizer that steps .* use_orig_params=True"
-    ):
+    with pytest.raises(FlatParamError, match="'head.bias' has an optimizer that steps .* use_orig_params=True"):
         module(batch())

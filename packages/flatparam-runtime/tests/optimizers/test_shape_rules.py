@@ -42,9 +42,7 @@ def matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.dim() == 2]
 
 
-def step(
-    collectives: Collectives, make: Callable[..., Any], only: Callable[..., Any], **options: Any
-) -> None:
+def step(collectives: Collectives, make: Callable[..., Any], only: Callable[..., Any], **options: Any) -> None:
     module = sharded(Stack, collectives, units=BLOCKS, **options)
     optimizer = make(only(module))
     module(batch(collectives.rank)).square().mean().backward()
@@ -65,9 +63,7 @@ REFUSED = [
     torch.optim.LBFGS,
     *map(named, ("Lamb", "FusedLAMB", "LARS", "Shampoo", "SOAP")),
 ]
-REFUSED += list(
-    map(named, ("MuonWithAuxAdam", "SingleDeviceMuon", "DistributedShampoo", "GaLoreAdamW8bit", "CAME"))
-)
+REFUSED += list(map(named, ("MuonWithAuxAdam", "SingleDeviceMuon", "DistributedShampoo", "GaLoreAdamW8bit", "CAME")))
 REFUSED += [named("Prodigy"), named("DAdaptAdam"), named("LAMB8bit"), named("PagedLARS8bit")]
 
 

@@ -73,9 +73,7 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
     name = getBackendName
 
-    def _queue(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], move: Callable[[], None]
-    ) -> Work:
+    def _queue(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], move: Callable[[], None]) -> Work:
         """Queue a collective on the group's stream, behind what is queued on the current one."""
         for tensor in (*reads, *writes):
             if tensor.device.type != NAME:
@@ -108,9 +106,7 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
         return self._queue("all_gather", [shard], [output], move)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None
-    ) -> Work:
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Work:
         """Gather several tensors in one collective."""
 
         def move() -> None:
@@ -146,9 +142,7 @@ class Group(_GroupOfTorch):  # type: ignore[misc]  # see above
 
         return self._queue("reduce_scatter", [t for tensors in given for t in tensors], outputs, move)
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[Tensor], given: list[Tensor], opts: Any = None
-    ) -> Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], given: list[Tensor], opts: Any = None) -> Work:
         """Reduce and scatter several tensors in one collective."""
 
         def move() -> None:

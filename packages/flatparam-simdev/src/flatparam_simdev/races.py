@@ -40,9 +40,7 @@ class Use:
 
     def __str__(self) -> str:
         who = "the host" if self.agent == HOST else f"stream {self.agent}"
-        return (
-            f"{self.name} ({'writes' if self.writes else 'reads'}, {who}, {self.phase}, record {self.number})"
-        )
+        return f"{self.name} ({'writes' if self.writes else 'reads'}, {who}, {self.phase}, record {self.number})"
 
     def is_before(self, clock: Mapping[int, int]) -> bool:
         """Return whether whoever has this clock comes after it."""

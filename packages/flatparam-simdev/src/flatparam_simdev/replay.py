@@ -221,9 +221,7 @@ def _awaited(record: Record, lanes: Mapping[int, float], events: Mapping[tuple[i
     return lanes.get(record.stream, 0.0)
 
 
-def _communication(
-    tasks: Iterable[Task], phase: str, computed: Sequence[tuple[float, float]]
-) -> Communication:
+def _communication(tasks: Iterable[Task], phase: str, computed: Sequence[tuple[float, float]]) -> Communication:
     """Return that of a phase, of which is hidden what overlaps with the intervals in which something is computed."""
     own = [task for task in tasks if task.phase == phase and not task.computes]
     hidden = 0.0
@@ -317,11 +315,7 @@ def draw(schedule: Replay, step: str, title: str, *, least: float = 0.0) -> str:
             continue
         text = f"{task.record.name}, {task.phase}"
         parts.append(box(task.begin, task.end, rows[task.record.stream], _COLOURS[_colour_of(task)], text))
-    parts += [
-        box(max(w.begin, start), w.end, host, _COLOURS["the host waits"], w.name)
-        for w in waits
-        if w.end > start
-    ]
+    parts += [box(max(w.begin, start), w.end, host, _COLOURS["the host waits"], w.name) for w in waits if w.end > start]
     size = f'width="{_WIDTH:.0f}" height="{host + _LANE + 8:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])

@@ -172,10 +172,7 @@ def _name_of(place: Place) -> str:
 
 def _whole(model: nn.Module, places: Iterable[Place]) -> Iterator[_WholeHome]:
     sharded = {
-        (info.module, info.param_name)
-        for place in places
-        for infos in place.handle.param_infos
-        for info in infos
+        (info.module, info.param_name) for place in places for infos in place.handle.param_infos for info in infos
     }
     seen = {id(place.handle.flat_param) for place in places}
     for path, module in model.named_modules():
@@ -185,9 +182,7 @@ def _whole(model: nn.Module, places: Iterable[Place]) -> Iterator[_WholeHome]:
             if tensor is None or id(tensor) in seen or (module, attribute) in sharded:
                 continue
             seen.add(id(tensor))
-            yield _WholeHome(
-                clean_fqn(f"{path}.{attribute}" if path else attribute), module, attribute, is_buffer
-            )
+            yield _WholeHome(clean_fqn(f"{path}.{attribute}" if path else attribute), module, attribute, is_buffer)
 
 
 @contextlib.contextmanager

@@ -100,9 +100,7 @@ class ShardedEMA:
             ValueError: if `decay` is not from 0 to 1, or `dtype` is not a floating-point one of at least 16 bits.
         """
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise ValueError(
-                f"ShardedEMA: expected a floating-point dtype of at least 16 bits, found {dtype}"
-            )
+            raise ValueError(f"ShardedEMA: expected a floating-point dtype of at least 16 bits, found {dtype}")
         self.decay = decay
         self._model = model
         self._use_buffers = use_buffers
@@ -185,9 +183,7 @@ class ShardedEMA:
 
     def _check_can_update(self) -> None:
         if self._is_applied:
-            raise FlatParamError(
-                "ShardedEMA.update(): the model shows its averages; leave applied(model) first"
-            )
+            raise FlatParamError("ShardedEMA.update(): the model shows its averages; leave applied(model) first")
         for unit in units_in(self._model):
             unit.take_over()
             if unit.showing.pins or unit.phase is Phase.INSPECTING:

@@ -116,6 +116,4 @@ def _whole(model: nn.Module, flat: set[int], sharded: list[ModelTensor]) -> Iter
             raise FlatParamError(
                 f"parameter {names[0]!r} is a DTensor that no unit holds: shard its module, too (do not ignore it)"
             )
-        yield ModelTensor(
-            tuple(dict.fromkeys(names)), tuple(tensor.shape), tensor.dtype, span, tensor.detach()
-        )
+        yield ModelTensor(tuple(dict.fromkeys(names)), tuple(tensor.shape), tensor.dtype, span, tensor.detach())

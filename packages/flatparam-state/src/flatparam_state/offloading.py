@@ -239,9 +239,7 @@ class _Trip:
         moving = [each for group in by_move.values() for each in group]
         try:
             for move, group in by_move.items():
-                tensors, nbytes = relocated(
-                    [each.tensor for each in group], [each.kind for each in group], move
-                )
+                tensors, nbytes = relocated([each.tensor for each in group], [each.kind for each in group], move)
                 self.nbytes += nbytes
                 for each, tensor in zip(group, tensors, strict=True):
                     self._new.setdefault(each.kind, []).append((each.owner, tensor))

@@ -132,9 +132,7 @@ def _names(
 # Between shards and full tensors, for anything that is shaped like the parameters: weights, moments, averages
 
 
-def gather(
-    place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True
-) -> list[torch.Tensor]:
+def gather(place: Place, shard: torch.Tensor, *, device: torch.device | None, keep: bool = True) -> list[torch.Tensor]:
     """Return the full tensors of which every rank holds a shard; every rank calls it.
 
     Args:

@@ -188,9 +188,7 @@ def _checksum(value: Tensor) -> int:
     return found
 
 
-def refused_anywhere(
-    topology: Topology, refused: list[str], loaded: Mapping[str, int] | None = None
-) -> list[str]:
+def refused_anywhere(topology: Topology, refused: list[str], loaded: Mapping[str, int] | None = None) -> list[str]:
     """The misfits of every rank, each with its rank, so that no rank changes anything if one of them has a misfit.
 
     Args:
@@ -211,9 +209,7 @@ def _named_differences(everyone: Sequence[Mapping[str, int]]) -> list[str]:
     found = []
     for name in dict.fromkeys(name for known in everyone for name in known):
         without = [rank for rank, known in enumerate(everyone) if name not in known]
-        ranks = {
-            r: known[name] for r, known in enumerate(everyone) if known.get(name, UNCOMPARED) != UNCOMPARED
-        }
+        ranks = {r: known[name] for r, known in enumerate(everyone) if known.get(name, UNCOMPARED) != UNCOMPARED}
         others = [rank for rank, each in ranks.items() if each != next(iter(ranks.values()))]
         if without:
             found.append(

@@ -327,9 +327,7 @@ class _ExactSum:
             self._sum_over_copies(self._replicate, rows, factors)
         self._received, self._is_over = [], True
 
-    def _sum_over_copies(
-        self, replicate: Collectives, rows: Sequence[Tensor], factors: Sequence[float]
-    ) -> None:
+    def _sum_over_copies(self, replicate: Collectives, rows: Sequence[Tensor], factors: Sequence[float]) -> None:
         """Add over the copies, too: each rank a part, which it then gives to the others."""
         numel, size = self._output.numel(), replicate.size
         part = -(-numel // size)
@@ -406,9 +404,7 @@ def carriage(reduction: object, wire: object) -> dict[str, object]:
     if wire in ("default", "fp32"):
         wire = None
     if wire is not None and not isinstance(wire, Wire):
-        raise ValueError(
-            f"expected wire to be 'default', 'bf16', 'fp32' or a flatparam_sums.Wire, found {wire!r}"
-        )
+        raise ValueError(f"expected wire to be 'default', 'bf16', 'fp32' or a flatparam_sums.Wire, found {wire!r}")
     fields: dict[str, object] = {}
     if reduction == "exact" or (wire is not None and (wire.first or wire.second)):
         fields["sums"] = ExactSums(wire)

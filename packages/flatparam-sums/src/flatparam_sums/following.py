@@ -223,17 +223,14 @@ class Following:
         deeds = [(rank, each) for rank, each in enumerate(everyone) if not isinstance(each, int)]
         if any(deed != deeds[0][1] for _, deed in deeds):
             told = ", ".join(
-                f"rank {rank} at {_OVER if isinstance(deed, Followed) else f'the {deed}'}"
-                for rank, deed in deeds
+                f"rank {rank} at {_OVER if isinstance(deed, Followed) else f'the {deed}'}" for rank, deed in deeds
             )
             raise DivergenceError(
                 f"rank {self.shard.rank}: the micro-batches of the ranks gather different units: {told}; {_HINT}"
             )
 
     def _different(self, expected: Numbers, place: int, what: str) -> FlatParamError:
-        is_next = (
-            f"unit {self.tree.units[expected[place]].name!r} is next" if place < len(expected) else "it ends"
-        )
+        is_next = f"unit {self.tree.units[expected[place]].name!r} is next" if place < len(expected) else "it ends"
         return FlatParamError(
             f"rank {self.shard.rank}: a micro-batch {what} after {place} gathers, where {is_next} by the first one of "
             f"its kind, which ranks without one follow; {_HINT}"

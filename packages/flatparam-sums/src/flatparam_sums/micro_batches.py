@@ -179,9 +179,7 @@ def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Itera
     with telling("accumulate()"):
         state = _accumulation_of(module)
         if state.is_inside:
-            raise FlatParamError(
-                f"{state.who}: expected accumulate() after the last one has ended, found it inside"
-            )
+            raise FlatParamError(f"{state.who}: expected accumulate() after the last one has ended, found it inside")
         state.check_weighted(weight is not None or state.is_uneven)
         exact = state.exact
         if exact and weight is not None and (weight != int(weight) or weight >= MOST):
@@ -221,9 +219,7 @@ def reduce_gradients(module: nn.Module) -> None:
     with telling("reduce_gradients()"):
         state = _accumulation_of(module)
         if state.is_inside:
-            raise FlatParamError(
-                f"{state.who}: expected reduce_gradients() after accumulate(), found it inside"
-            )
+            raise FlatParamError(f"{state.who}: expected reduce_gradients() after accumulate(), found it inside")
         state.reduce(has_ended=False)
 
 

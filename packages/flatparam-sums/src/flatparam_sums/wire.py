@@ -74,9 +74,7 @@ class Int8:
         factors.copy_(blocks.abs().amax(1) / 127)
         # A block of zeros has the factor 0. Of tiny numbers the factor is rounded, so the quotient may be above 127.
         quotients = (blocks / factors.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-127, 127)
-        target[4 * len(blocks) :][: values.numel()].view(torch.int8).copy_(
-            quotients.view(-1)[: values.numel()]
-        )
+        target[4 * len(blocks) :][: values.numel()].view(torch.int8).copy_(quotients.view(-1)[: values.numel()])
 
     def decode(self, source: Tensor, numel: int) -> Tensor:
         """Return the products; in a block whose factor is not finite all are NaN."""
@@ -112,9 +110,7 @@ class MxFp8:
         is_finite = fraction.isfinite()
         target[: len(blocks)].copy_(torch.where(is_finite, exponent + 127, 255))
         scaled = _scaled(blocks, -exponent).clamp_(-448, 448)
-        target[len(blocks) :][: values.numel()].view(torch.float8_e4m3fn).copy_(
-            scaled.view(-1)[: values.numel()]
-        )
+        target[len(blocks) :][: values.numel()].view(torch.float8_e4m3fn).copy_(scaled.view(-1)[: values.numel()])
 
     def decode(self, source: Tensor, numel: int) -> Tensor:
         """Return the products."""
@@ -158,9 +154,7 @@ class Wire:
                 known = ", ".join(map(repr, (*_CODECS, *more)))
                 raise ValueError(f"Wire: expected {known} or None as {name}, found {found!r}")
         if self.error_feedback and not self.feeds_back:
-            raise ValueError(
-                "Wire: expected reduce or across to be a format if error_feedback=True, found neither"
-            )
+            raise ValueError("Wire: expected reduce or across to be a format if error_feedback=True, found neither")
 
     @property
     def first(self) -> Codec | None:

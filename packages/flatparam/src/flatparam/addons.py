@@ -119,9 +119,7 @@ _MOVED: Final = {
 class _Moved(MetaPathFinder, Loader):
     """Finds a module under its old name: it is the very module that has the new one."""
 
-    def find_spec(
-        self, fullname: str, path: Any = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module that has moved, and no other one."""
         is_known = fullname.startswith("flatparam.") and _new_name(fullname) is not None
         return ModuleSpec(fullname, self) if is_known else None

@@ -113,9 +113,7 @@ def parser(shared: Any) -> argparse.ArgumentParser:
     Args:
         shared: what commands share, the module `flatparam_files.command`.
     """
-    top: argparse.ArgumentParser = shared.Parser(
-        prog="flatparam", description="Tools of the flatparam library."
-    )
+    top: argparse.ArgumentParser = shared.Parser(prog="flatparam", description="Tools of the flatparam library.")
     top.add_argument("--version", action=_Versions)
     shells = ("bash", "zsh", "tcsh")
     top.add_argument(

@@ -539,13 +539,9 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Choose the form of the state inside the context; leaving it, even by an exception, restores the settings."""
-        return form_settings.settings_shown(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+        return form_settings.settings_shown(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the state of the module as if it were not wrapped, in the chosen form; every rank calls it.
 
         Its tensors are copies. If some were written to in place, and not loaded, the next call warns of it.
@@ -557,9 +553,7 @@ class FullyShardedDataParallel(nn.Module):
             saving.watch(self, state)
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of any form; every rank calls it.
 
         Every rank passes the whole of a full state, and copies its own part. If `FullStateDictConfig(rank0_only=True)`

@@ -69,9 +69,7 @@ class LayoutPolicy:
     def __attrs_post_init__(self) -> None:
         for rank, share in enumerate(self.shares):
             if not (math.isfinite(share) and share > 0):
-                raise ValueError(
-                    f"layout: expected a positive number as the share of rank {rank}, found {share!r}"
-                )
+                raise ValueError(f"layout: expected a positive number as the share of rank {rank}, found {share!r}")
 
     def rule(self, name: str, parameter: nn.Parameter, module: nn.Module) -> LayoutRule:
         """Return the rule of `parameter`.
@@ -117,9 +115,7 @@ def by(
     """
     if not isinstance(rules, Mapping):
         if isinstance(rules, type) or not callable(rules):
-            raise TypeError(
-                f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}"
-            )
+            raise TypeError(f"layout.by: expected a mapping, or a function of name and parameter; found {rules!r}")
         return LayoutPolicy(
             lambda name, parameter, module: rules(name, parameter), f"layout.by({rules!r})", tuple(shares)
         )
@@ -139,9 +135,7 @@ def _check_case(key: object, rule: object) -> None:
     if not (is_class or isinstance(key, str) or key is None):
         raise TypeError(f"layout.by: expected classes of modules or patterns of names as keys, found {key!r}")
     if not isinstance(rule, LayoutRule):
-        raise TypeError(
-            f"layout.by: expected a rule such as flatparam.layout.row for {key!r}, found {rule!r}"
-        )
+        raise TypeError(f"layout.by: expected a rule such as flatparam.layout.row for {key!r}, found {rule!r}")
 
 
 def _fits(key: type[nn.Module] | str, name: str, module: nn.Module) -> bool:

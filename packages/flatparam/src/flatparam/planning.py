@@ -7,6 +7,4 @@ from flatparam.addons import load
 
 measuring = sys.modules[f"{__name__}.measuring"] = load("flatparam_plan.costs")
 training = sys.modules[f"{__name__}.training"] = load("flatparam_plan.training")
-warnings.warn(
-    "flatparam.planning has moved: import its names from flatparam_plan", DeprecationWarning, stacklevel=2
-)
+warnings.warn("flatparam.planning has moved: import its names from flatparam_plan", DeprecationWarning, stacklevel=2)

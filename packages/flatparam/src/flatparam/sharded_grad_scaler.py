@@ -99,9 +99,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         elif isinstance(new_scale, numbers.Real):
             new_scale = float(new_scale)
         elif new_scale is not None:
-            raise TypeError(
-                f"expected a number or a tensor of one element as the new scale, found {new_scale!r}"
-            )
+            raise TypeError(f"expected a number or a tensor of one element as the new scale, found {new_scale!r}")
         super().update(new_scale)
 
     def _scaled(self, value: Any, scales: dict[torch.device, Tensor]) -> Any:
@@ -160,9 +158,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if any(gradient.device.type == "cpu" for gradient in gradients_of(optimizer)):
             # Torch would copy them there without waiting.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(
-            optimizer, inv_scale, found_inf, allow_fp16=True
-        )
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
         # This rank may own no part of what is optimized; it is asked all the same.
         found = found or {found_inf.device: found_inf}
         device = next(iter(found))

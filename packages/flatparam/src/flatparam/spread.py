@@ -105,11 +105,7 @@ def _part_of(parameter: Any) -> Any:
 
 def _has_both(parameters: Iterable[Any]) -> bool:
     """Return whether some parameters are shown as `DTensor`s, and others are plain: torch refuses to add up these."""
-    kinds = [
-        (_part_of(each) is not each, hasattr(each, "_local_tensor"))
-        for each in parameters
-        if each.requires_grad
-    ]
+    kinds = [(_part_of(each) is not each, hasattr(each, "_local_tensor")) for each in parameters if each.requires_grad]
     return any(is_shown for is_shown, _ in kinds) and not all(is_dtensor for _, is_dtensor in kinds)
 
 
@@ -176,9 +172,7 @@ def _inner(outer: Any) -> CellType:
         if callable(cell.cell_contents) and cell.cell_contents is outer.__wrapped__:
             found: CellType = cell
             return found
-    raise RuntimeError(
-        f"torch.nn.utils.{outer.__name__} of this torch is not the function that flatparam knows"
-    )
+    raise RuntimeError(f"torch.nn.utils.{outer.__name__} of this torch is not the function that flatparam knows")
 
 
 @functools.cache

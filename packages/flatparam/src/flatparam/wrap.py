@@ -175,13 +175,9 @@ def _wrap_module_cls_individually(
     return recurse or isinstance(module, tuple(module_classes))
 
 
-def _or_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]
-) -> bool:
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]) -> bool:
     """Wrap what any of `policies` wraps."""
-    return any(
-        [policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies]
-    )
+    return any([policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies])
 
 
 def size_based_auto_wrap_policy(
@@ -239,9 +235,7 @@ def chosen_by(
     return targets
 
 
-def wrap_chosen(
-    root: nn.Module, chosen: Collection[nn.Module], wrap: Callable[[nn.Module], nn.Module]
-) -> None:
+def wrap_chosen(root: nn.Module, chosen: Collection[nn.Module], wrap: Callable[[nn.Module], nn.Module]) -> None:
     """Replace the chosen submodules of `root` by what `wrap` makes of them, innermost first.
 
     A module that is reached by several paths is wrapped once and replaced on all of them.
@@ -290,9 +284,7 @@ def _recursive_wrap(
         AssertionError: if a module inside is an instance of `wrapper_cls` already, or there is no policy or wrapper.
     """
     if None in (auto_wrap_policy, wrapper_cls):
-        raise AssertionError(
-            f"expected a policy and a wrapper, found {auto_wrap_policy!r} and {wrapper_cls!r}"
-        )
+        raise AssertionError(f"expected a policy and a wrapper, found {auto_wrap_policy!r} and {wrapper_cls!r}")
     wrapper_type = wrapper_cls if isinstance(wrapper_cls, type) else ()
     for name, child in module.named_modules():
         if isinstance(child, wrapper_type) and child not in ignored_modules:

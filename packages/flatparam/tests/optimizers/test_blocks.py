@@ -55,8 +55,7 @@ class BlockAdam8bit(torch.optim.Optimizer):
         scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
         rounded, spread = (blocks / scale).round(), scale.expand_as(blocks)
         state[f"{name}_bytes"], state[f"{name}_scale"] = (
-            each.reshape(-1)[: value.numel()].view_as(value).clone()
-            for each in (rounded.to(torch.int8), spread)
+            each.reshape(-1)[: value.numel()].view_as(value).clone() for each in (rounded.to(torch.int8), spread)
         )
 
 
@@ -66,9 +65,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5))
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, stop: int = 4, copies: int = 1
-) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int = 0, stop: int = 4, copies: int = 1) -> None:
     """Train on batches that are the same on every rank.
 
     Args:
@@ -121,9 +118,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("one_unit", [False, True])
-def test_states_in_blocks_are_the_same_bits_everywhere(
-    ranks: int, one_unit: bool, use_orig_params: bool
-) -> None:
+def test_states_in_blocks_are_the_same_bits_everywhere(ranks: int, one_unit: bool, use_orig_params: bool) -> None:
     """Under both exposures and wrappings, on 2 to 8 ranks: bytes, scales and parameters are those of one process."""
 
     def rank(world: Collectives) -> Any:
@@ -147,9 +142,7 @@ def test_without_the_rule_the_bits_differ(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
-def test_states_in_blocks_are_resharded(
-    writers: int, readers: int, use_orig_params: bool, tmp_path: Path
-) -> None:
+def test_states_in_blocks_are_resharded(writers: int, readers: int, use_orig_params: bool, tmp_path: Path) -> None:
     """Saved half-way, and resumed on other ranks, in other units and the other exposure, training ends with the same bits."""
     Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
 

@@ -90,9 +90,7 @@ class Prepared:
             averages.install()
 
 
-def prepare(
-    reader: CheckpointReader, ranks: ExchangesValues, subject: Subject, options: LoadOptions
-) -> Prepared:
+def prepare(reader: CheckpointReader, ranks: ExchangesValues, subject: Subject, options: LoadOptions) -> Prepared:
     """Read and check what this rank needs; nothing is changed.
 
     Raises:
@@ -186,9 +184,7 @@ def _read(
     path, save_id = place
     manifest = read_manifest(path)
     if manifest.save_id != save_id:
-        raise CheckpointError(
-            f"{path}: rank 0 finds save {save_id} here, this rank {manifest.save_id}", path=path
-        )
+        raise CheckpointError(f"{path}: rank 0 finds save {save_id} here, this rank {manifest.save_id}", path=path)
     for rank, file in enumerate(manifest.files):
         _check_presence(directory, path / file.name, file.nbytes, rank)
     share = sum(file.nbytes for file in manifest.files) // ranks.size

@@ -139,9 +139,7 @@ def prepare_tensors(
         if not found:
             missing.append(tensor.name)
             continue
-        problems += filter(
-            None, (_misfit(reader.record(path), tensor, options.convert_dtype) for path in found)
-        )
+        problems += filter(None, (_misfit(reader.record(path), tensor, options.convert_dtype) for path in found))
         wanted.append((tensor, found))
         saved = reader.record(found[0]).info.dtype
         if saved != tensor.dtype:
@@ -222,7 +220,6 @@ def _misfit(record: TensorRecord, tensor: ModelTensor, convert_dtype: bool) -> s
         return f"{tensor.name!r}: expected shape {tensor.shape}, found {record.info.shape}"
     if record.info.dtype != tensor.dtype and not convert_dtype:
         return (
-            f"{tensor.name!r}: expected {tensor.dtype}, found {record.info.dtype} "
-            "(load(convert_dtype=True) converts)"
+            f"{tensor.name!r}: expected {tensor.dtype}, found {record.info.dtype} (load(convert_dtype=True) converts)"
         )
     return ""

@@ -79,8 +79,7 @@ def prepare_optimizer(
         return PreparedOptimizer(optimizer, state_dict)
     items = Holding.of(model, optimizer).items
     dtypes = {
-        number: frozenset(converted[fqn] for fqn in item.fqns if fqn in converted)
-        for number, item in enumerate(items)
+        number: frozenset(converted[fqn] for fqn in item.fqns if fqn in converted) for number, item in enumerate(items)
     }
     return PreparedOptimizer(optimizer, state_dict, dtypes)
 
@@ -105,17 +104,14 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
         of = tensors.get(name_now(split_path(path)[-2]))
         note(
             path,
-            PerRank(
-                tuple((_in_part(each.span, of), SavedValue(reader, each.value)) for each in of_ranks)
-            ).to_entry(),
+            PerRank(tuple((_in_part(each.span, of), SavedValue(reader, each.value)) for each in of_ranks)).to_entry(),
         )
     for fqn, plain in tree.get("state", {}).items():
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
     # In the order in which the optimizers of torch make them: files have what is cut like the parameter first.
     state = {
-        fqn: dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS))
-        for fqn, values in state.items()
+        fqn: dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS)) for fqn, values in state.items()
     }
     groups = reader.decode(tree["param_groups"])
     for group in groups:

@@ -80,9 +80,7 @@ class PretrainedFiles:
             return save_id
         root = self.path.resolve()
         # An index names files beside it.
-        inside = (
-            root.parent.iterdir() if root.suffix == ".json" else [root] if root.is_file() else root.rglob("*")
-        )
+        inside = root.parent.iterdir() if root.suffix == ".json" else [root] if root.is_file() else root.rglob("*")
         files = sorted(itertools.islice(inside, _MOST_FILES + 1))
         if len(files) > _MOST_FILES:
             return None

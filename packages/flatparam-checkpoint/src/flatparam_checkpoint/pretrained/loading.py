@@ -150,9 +150,7 @@ def load_pretrained(
         _warn(files, found)
     if not output_loading_info:
         return made
-    return made, PretrainedReport(
-        found.missing, found.unexpected, dict(found.tied), files.nbytes, nbytes_read
-    )
+    return made, PretrainedReport(found.missing, found.unexpected, dict(found.tied), files.nbytes, nbytes_read)
 
 
 def _check_arguments(model: Any, path: Any, dtype: Any, arguments: dict[str, Any]) -> None:
@@ -181,9 +179,7 @@ def _made(model: Any, path: Any, dtype: Any, arguments: dict[str, Any]) -> nn.Mo
     _check_arguments(model, path, dtype, arguments)
     made = model if isinstance(model, nn.Module) else hollow(model)
     if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"load_pretrained: expected a function that returns a module, and it returned {made!r}"
-        )
+        raise TypeError(f"load_pretrained: expected a function that returns a module, and it returned {made!r}")
     _check_unsharded(made, dtype, arguments)
     if not units_in(made):
         # Here, where a rank that lacks it is told of.
@@ -296,9 +292,7 @@ def _compared(
 
 def _differing(wants: dict[str, Any], first: dict[str, Any]) -> str:
     names = [name for name in {**first, **wants} if wants.get(name) != first.get(name)]
-    return "; ".join(
-        f"{name} is {wants.get(name)!r} here, and {first.get(name)!r} on rank 0" for name in names
-    )
+    return "; ".join(f"{name} is {wants.get(name)!r} here, and {first.get(name)!r} on rank 0" for name in names)
 
 
 def _compare_samples(files: PretrainedFiles, topology: ExchangesValues) -> None:
@@ -310,8 +304,7 @@ def _compare_samples(files: PretrainedFiles, topology: ExchangesValues) -> None:
     found, cause, said = _tried(files.samples)
     told = topology.exchange((said, found), label="compare values in files")
     other = (
-        f"{files.path} has other values than on rank 0, and the model would be a mixture; give all ranks the same "
-        "files"
+        f"{files.path} has other values than on rank 0, and the model would be a mixture; give all ranks the same files"
     )
     texts = [text or ("" if theirs == told[0][1] else other) for text, theirs in told]
     raise_told(texts, cause, path=files.path)
@@ -333,9 +326,7 @@ def _refusal(
         problems.append(f"no name is the model's: {some_of(found.unexpected)}; pass mapping=")
     lost = [] if problems or initialise is not None else unknown_parameters(model, found.missing)
     if lost:
-        others = (
-            f" (they have {some_of(found.unexpected)}, which the model lacks)" if found.unexpected else ""
-        )
+        others = f" (they have {some_of(found.unexpected)}, which the model lacks)" if found.unexpected else ""
         problems.append(
             f"the files lack {some_of(lost)}{others}, and no module gives values to these; pass mapping= if the files "
             "have them under different names, or param_init_fn= to begin them anew. If a library makes them of "

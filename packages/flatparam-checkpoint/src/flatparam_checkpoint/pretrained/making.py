@@ -52,8 +52,7 @@ def unknown_buffers(model: nn.Module, known: Collection[str]) -> list[str]:
     return [
         name
         for name, module, attribute, _ in _buffers_on_meta(model)
-        if not _is_known(module, attribute, name, known)
-        and not callable(getattr(module, "reset_parameters", None))
+        if not _is_known(module, attribute, name, known) and not callable(getattr(module, "reset_parameters", None))
     ]
 
 
@@ -64,11 +63,7 @@ def unknown_parameters(model: nn.Module, missing: Collection[str]) -> list[str]:
     for name in missing:
         parameter = parameters.get(name)
         holder = model.get_submodule(name.rpartition(".")[0])
-        if (
-            parameter is not None
-            and parameter.is_meta
-            and not callable(getattr(holder, "reset_parameters", None))
-        ):
+        if parameter is not None and parameter.is_meta and not callable(getattr(holder, "reset_parameters", None)):
             found.append(name)
     return found
 

@@ -49,9 +49,7 @@ def save_after_failure(
         )
     survivors = survivors_of(ranks, error, seconds)
     try:
-        places = survivors.exchange(
-            _Place(survivors.steps, survivors.is_in_step), label="meet for a last save"
-        )
+        places = survivors.exchange(_Place(survivors.steps, survivors.is_in_step), label="meet for a last save")
         _check(places)
         return _save(saver.with_ranks(survivors), step, extra, rank_extra)
     finally:

@@ -150,9 +150,7 @@ def await_reports(temporary: Path, world_size: int, cancelled: threading.Event) 
             hurried = True
         if failed or (missing and time.monotonic() > deadline):
             who = failed[0].stem if failed else f"rank {missing[0]}"
-            raise CheckpointError(
-                f"{temporary}: {who} has not written its part", path=temporary, rank=int(who[5:])
-            )
+            raise CheckpointError(f"{temporary}: {who} has not written its part", path=temporary, rank=int(who[5:]))
         if missing:
             time.sleep(_POLL_S)
 
@@ -217,9 +215,7 @@ class BackgroundSave:
         if self._ranks.rank != 0:
             check_commit(self.ticket, self._committer.directory.root)
 
-    def _work(
-        self, staged: Attempt[Contribution], own_part: threading.Event, cancelled: threading.Event
-    ) -> None:
+    def _work(self, staged: Attempt[Contribution], own_part: threading.Event, cancelled: threading.Event) -> None:
         try:
             if staged.value is None:
                 raise staged.cause or AssertionError("what was staged is there, or why it is not")

@@ -31,9 +31,7 @@ def share_of(tensor: ModelTensor, place: Place) -> Span:
         return Span(span.start, span.start)
     if replicate is None:
         return span
-    begin, end = (
-        span.start + span.numel * index // replicate.size for index in (replicate.rank, replicate.rank + 1)
-    )
+    begin, end = (span.start + span.numel * index // replicate.size for index in (replicate.rank, replicate.rank + 1))
     return Span(begin, end)
 
 
@@ -42,9 +40,7 @@ def record_of(tensor: ModelTensor, dtype: torch.dtype | None = None) -> TensorRe
     return TensorRecord(TensorInfo(tensor.shape, dtype or tensor.dtype), stride=tensor.stride)
 
 
-def _pieces(
-    path: str, tensor: ModelTensor, dtype: torch.dtype, elements: Tensor, place: Place
-) -> Iterator[OwnedPiece]:
+def _pieces(path: str, tensor: ModelTensor, dtype: torch.dtype, elements: Tensor, place: Place) -> Iterator[OwnedPiece]:
     """Yield this rank's pieces of `elements`, which are shaped like what it has of `tensor`."""
     share, record = share_of(tensor, place), record_of(tensor, dtype)
     part = elements[share.relative_to(tensor.span.start).as_slice()]

@@ -68,12 +68,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
             unit.topology.shard.adds_in_rank_order = False
         for handle in unit.handles:
             meshes, names = handle.forms.meshes, handle.layout.fqns
-            forms = {
-                name: None if meshes is None else meshes.form(handle, at) for at, name in enumerate(names)
-            }
-            handle.wear(
-                DTensorFaces.over(mesh, {name: form for name, form in forms.items() if form is not None})
-            )
+            forms = {name: None if meshes is None else meshes.form(handle, at) for at, name in enumerate(names)}
+            handle.wear(DTensorFaces.over(mesh, {name: form for name, form in forms.items() if form is not None}))
         kind: Any = type(each)
         each.__class__ = class_for(kind._sharded_class, PresentedModule)
     return module
@@ -167,9 +163,7 @@ def fsdp2_names() -> dict[tuple[str, str], Any]:
     for module in _HOMES:
         # The package has a function of the name of its module.
         importlib.import_module(module)
-        found.update(
-            {(module, name): value for name, value in ours.items() if name in vars(sys.modules[module])}
-        )
+        found.update({(module, name): value for name, value in ours.items() if name in vars(sys.modules[module])})
     functions: Any = importlib.import_module("flatparam.checkpoint.state_dict")
     for name in functions.__all__:
         if name.startswith(("get_", "set_")):

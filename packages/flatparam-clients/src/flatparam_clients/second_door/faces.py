@@ -193,9 +193,7 @@ class DTensorFaces:
         """
         if not self.forms or given.device_mesh == self.mesh:
             return self.mesh, self.placements
-        alike = [
-            _of_both(self, form, given.dtype) for form in self.forms.values() if form.shape == given.shape
-        ]
+        alike = [_of_both(self, form, given.dtype) for form in self.forms.values() if form.shape == given.shape]
         specs = {(each.mesh, each.placements) for each in alike}
         own = (given.device_mesh, tuple(given.placements))
         if own in specs:

@@ -141,9 +141,7 @@ def _faces_of(optimizer: optim.Optimizer) -> bool:
     held: _Held | None = vars(optimizer).get(_HELD)
     if held is not None and held.has_parts:
         return True
-    return any(
-        isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"]
-    )
+    return any(isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"])
 
 
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -39,9 +39,7 @@ _REFUSED: Final[Mapping[str, str]] = {
 class PresentedModule(FSDPModule):
     """A module whose parameters are `DTensor`s, so that torch's own functions of state are right about it."""
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the parameters, detached, in the memory of the shards, and the buffers; as torch's FSDP2 does."""
         for unit in runtime.units_in(self):
             if not unit.is_needed:
@@ -49,9 +47,7 @@ class PresentedModule(FSDPModule):
         ask: Any = super(FSDPModule, self).state_dict
         return ask(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-    _is_fsdp_managed_module = (
-        True  # Torch's FSDP2 notes it for the compiler, and libraries that shard by it, too.
-    )
+    _is_fsdp_managed_module = True  # Torch's FSDP2 notes it for the compiler, and libraries that shard by it, too.
 
     def _fqn_modifiers(self) -> dict[str, str]:  # type: ignore[override]  # the class refuses
         """Tell torch's functions of state that no name is changed."""

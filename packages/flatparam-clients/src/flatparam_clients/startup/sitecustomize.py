@@ -36,9 +36,7 @@ class AfterTorch:
 
 def install() -> None:
     """Make FSDP1's names flatparam's, or say that they are not; a program without FSDP1 is not to fail for it."""
-    if any(
-        is_under_way(module) for name, module in list(sys.modules.items()) if name.startswith("flatparam")
-    ):
+    if any(is_under_way(module) for name, module in list(sys.modules.items()) if name.startswith("flatparam")):
         # A process of multiprocessing, which is about to install it; or a program that uses flatparam by itself.
         return
     try:

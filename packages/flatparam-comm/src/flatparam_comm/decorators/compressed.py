@@ -50,13 +50,9 @@ class CompressedCollectives(ForwardingCollectives):
         checks.check_all_gather(self._site("all_gather", label), output, shard)
         small_shard = self._cast(shard)
         small = small_shard.new_empty(output.numel())
-        return ContinuedPending(
-            self.inner.all_gather(small, small_shard, label=label), _cast_back(output, small)
-        )
+        return ContinuedPending(self.inner.all_gather(small, small_shard, label=label), _cast_back(output, small))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce what is cast, if it is a sum and casting makes it smaller."""
         if op is not ReduceOp.SUM or not self._shrinks(full):
             return self.inner.reduce_scatter(output, full, op=op, label=label)

@@ -93,9 +93,7 @@ class FaultyCollectives(ForwardingCollectives):
         self._strike("all_gather", label)
         return self.inner.all_gather(output, shard, label=label)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Let faults strike, then reduce and scatter."""
         self._strike("reduce_scatter", label)
         return self.inner.reduce_scatter(output, full, op=op, label=label)
@@ -121,9 +119,7 @@ class FaultyCollectives(ForwardingCollectives):
     ) -> Pending:
         """Let faults strike, then give each rank its elements."""
         self._strike("all_to_all", label)
-        return self.inner.all_to_all(
-            output, given, output_numels=output_numels, given_numels=given_numels, label=label
-        )
+        return self.inner.all_to_all(output, given, output_numels=output_numels, given_numels=given_numels, label=label)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Let faults strike, then exchange values."""

@@ -45,9 +45,7 @@ class ForwardingCollectives(abc.ABC):
         """Have `inner` gather."""
         return self.inner.all_gather(output, shard, label=label)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Have `inner` reduce and scatter."""
         return self.inner.reduce_scatter(output, full, op=op, label=label)
 
@@ -69,9 +67,7 @@ class ForwardingCollectives(abc.ABC):
         label: str = "",
     ) -> Pending:
         """Have `inner` give each rank its elements."""
-        return self.inner.all_to_all(
-            output, given, output_numels=output_numels, given_numels=given_numels, label=label
-        )
+        return self.inner.all_to_all(output, given, output_numels=output_numels, given_numels=given_numels, label=label)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Have `inner` exchange values."""

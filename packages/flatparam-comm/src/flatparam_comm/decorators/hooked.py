@@ -54,9 +54,7 @@ class HookedCollectives(ForwardingCollectives):
         checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
         return _started(self._all_gather(self.inner, output, shard, label))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Call the hook for sums that are scattered; without one, have `inner` reduce."""
         if self._reduce_scatter is None or op is not ReduceOp.SUM:
             return self.inner.reduce_scatter(output, full, op=op, label=label)
@@ -100,9 +98,7 @@ class SilentCollectives(ForwardingCollectives):
         checks.check_all_gather(checks.site_of(self, "all_gather", label), output, shard)
         return copied(_slice_of(output, self.rank, shard.numel()), shard)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Copy this rank's slice of `full` to `output`."""
         checks.check_reduce_scatter(checks.site_of(self, "reduce_scatter", label), output, full, op)
         return copied(output, _slice_of(full, self.rank, output.numel()))
@@ -127,9 +123,7 @@ class SilentCollectives(ForwardingCollectives):
         label: str = "",
     ) -> Pending:
         """Copy what this rank gives itself to its place in `output`."""
-        checks.check_all_to_all(
-            checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels
-        )
+        checks.check_all_to_all(checks.site_of(self, "all_to_all", label), output, given, output_numels, given_numels)
         target, own = output_numels[: self.rank], given_numels[: self.rank]
         numel = given_numels[self.rank]
         return copied(output.detach()[sum(target) :][:numel], given.detach()[sum(own) :][:numel])

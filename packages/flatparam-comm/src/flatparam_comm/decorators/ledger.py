@@ -173,9 +173,7 @@ class RecordingCollectives(ForwardingCollectives):
         self._record("all_gather", label, output)
         return pending
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce and scatter, and record the bytes of `full`."""
         pending = self.inner.reduce_scatter(output, full, op=op, label=label)
         self._record("reduce_scatter", label, full)
@@ -188,9 +186,7 @@ class RecordingCollectives(ForwardingCollectives):
             raise AttributeError(f"{self.inner!r} takes no parts: it has no reduce_scatter_parts")
         return functools.partial(self._reduce_scatter_parts, self.inner)
 
-    def _reduce_scatter_parts(
-        self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = ""
-    ) -> Pending:
+    def _reduce_scatter_parts(self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = "") -> Pending:
         pending = inner.reduce_scatter_parts(output, full, label=label)
         self._record("reduce_scatter", label, full)
         return pending

@@ -85,9 +85,7 @@ def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup | None) -> Any
 
 def reduce_scatter(output: Tensor, full: Tensor, op: ReduceOp, group: ProcessGroup | None) -> Any:
     """Issue a reduce-scatter; returns its `Work`."""
-    call = getattr(dist, "reduce_scatter_single", None) or first_of(
-        "reduce_scatter_single", "reduce_scatter_tensor"
-    )
+    call = getattr(dist, "reduce_scatter_single", None) or first_of("reduce_scatter_single", "reduce_scatter_tensor")
     # To ask an enum for a name takes longer than all the rest.
     reduction = dist.ReduceOp.SUM if op is ReduceOp.SUM else _c10d_op(op)
     return call(output, full, op=reduction, group=group or destroyed(), async_op=True)

@@ -132,9 +132,7 @@ class ProcessGroupCollectives:
             work = _issued(site, calls, c10d.all_gather, carried, carried_shard, self._reference())
         return _WorkPending(site, work, (output, shard), calls, calls.issued)
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce by the process group; gloo's sums are an all-to-all and a local sum, in rank order."""
         site = self._sites.get(("reduce_scatter", label)) or self._site("reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
@@ -149,9 +147,7 @@ class ProcessGroupCollectives:
         work = _issued(site, calls, c10d.reduce_scatter, carried, carried_full, op, self._reference())
         return _WorkPending(site, work, (output, full), calls, calls.issued)
 
-    def _exchange_and_add(
-        self, site: checks.Site, calls: GroupMonitor, output: Tensor, full: Tensor
-    ) -> Pending:
+    def _exchange_and_add(self, site: checks.Site, calls: GroupMonitor, output: Tensor, full: Tensor) -> Pending:
         """Return a reduce-scatter by an all-to-all and a local sum, in rank order.
 
         gloo's own reduce-scatter is an all-reduce of a copy: it sends twice the bytes, and takes three times as long.

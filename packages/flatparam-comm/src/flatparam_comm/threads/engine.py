@@ -104,13 +104,9 @@ class ThreadCollectives:
         site = checks.site_of(self, "all_gather", label)
         checks.check_all_gather(site, output, shard)
         late = self._world.deliver_late
-        return self._move(
-            Cargo(site, shard, output), "", lambda cargoes: stage_all_gather(cargoes, late=late)
-        )
+        return self._move(Cargo(site, shard, output), "", lambda cargoes: stage_all_gather(cargoes, late=late))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Meet the other threads, and add in rank order, in the dtype of `full`."""
         site = checks.site_of(self, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
@@ -220,9 +216,7 @@ class ThreadCollectives:
             self._conclude(meeting, call, work_out)
         return meeting
 
-    def _conclude(
-        self, meeting: Meeting, call: MeetingCall, work_out: Callable[[Sequence[Post]], Any]
-    ) -> None:
+    def _conclude(self, meeting: Meeting, call: MeetingCall, work_out: Callable[[Sequence[Post]], Any]) -> None:
         try:
             self._group.conclude(meeting, work_out)
         except CollectiveError:

@@ -133,9 +133,7 @@ def _run_rank(
     except BaseException as error:
         outcome.error = error
         cause = error
-        baton.fail(
-            lambda waiting, op, label: PeerError(rank, cause, waiting_rank=waiting, op=op, label=label)
-        )
+        baton.fail(lambda waiting, op, label: PeerError(rank, cause, waiting_rank=waiting, op=op, label=label))
     finally:
         baton.finish(rank)
 

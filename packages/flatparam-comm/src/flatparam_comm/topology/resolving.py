@@ -137,8 +137,7 @@ def _on_this_host() -> Collectives:
     if found is None:
         hosts: list[tuple[str, ...]] = world.exchange(host_identity(), label="hosts")
         made = [
-            world.subgroup([rank for rank, other in enumerate(hosts) if other == host])
-            for host in dict.fromkeys(hosts)
+            world.subgroup([rank for rank, other in enumerate(hosts) if other == host]) for host in dict.fromkeys(hosts)
         ]
         found = next(group for group in made if group is not None)
         _HOST_GROUPS[world.group] = found
@@ -146,9 +145,7 @@ def _on_this_host() -> Collectives:
 
 
 #: The groups that `_on_this_host` has made, by the group that contains them.
-_HOST_GROUPS: Final[weakref.WeakKeyDictionary[ProcessGroup, ProcessGroupCollectives]] = (
-    weakref.WeakKeyDictionary()
-)
+_HOST_GROUPS: Final[weakref.WeakKeyDictionary[ProcessGroup, ProcessGroupCollectives]] = weakref.WeakKeyDictionary()
 
 
 def _default_collectives() -> Collectives:
@@ -250,9 +247,7 @@ def _reduced(topology: Topology) -> tuple[object, ...]:
     """Return the pickled form of a topology: how many ranks there were, and which of them this one was."""
     replicate = None if topology.replicate is None else (topology.replicate.size, topology.replicate.rank)
     transport = shared_memory_transport()
-    shared = transport is not None and (
-        transport.is_shared(topology.shard) or transport.is_shared(topology.replicate)
-    )
+    shared = transport is not None and (transport.is_shared(topology.shard) or transport.is_shared(topology.replicate))
     return _same_again, ((topology.shard.size, topology.shard.rank), replicate, shared)
 
 

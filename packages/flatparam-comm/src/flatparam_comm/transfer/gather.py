@@ -103,9 +103,7 @@ class Gather:
         copied: bool,
     ) -> None:
         for handle in self.handles:
-            full, shard = handle.begin_unshard(
-                full_precision=full_precision, take_over=take_over, copied=copied
-            )
+            full, shard = handle.begin_unshard(full_precision=full_precision, take_over=take_over, copied=copied)
             layout = handle.forms.layout
             pending = None if wire is None else wire.gather(group, layout, full, shard, label, hook)
             if pending is not None:

@@ -200,9 +200,7 @@ class Reducer:
     """Flat parameters trained since the last reduction, by passes that did not reduce, or until they were frozen."""
     _partial: dict[FlatParamHandle, PartialSum] = attrs.field(factory=dict)
     """Reduced shards that wait to be summed over their copies."""
-    _ranks: int = attrs.field(
-        default=attrs.Factory(lambda it: it.topology.data_parallel_size, takes_self=True)
-    )
+    _ranks: int = attrs.field(default=attrs.Factory(lambda it: it.topology.data_parallel_size, takes_self=True))
     _of_parts: TakesParts | None = attrs.field(
         default=attrs.Factory(lambda it: _if_it_takes_parts(it.topology.shard), takes_self=True)
     )
@@ -337,8 +335,7 @@ class Reducer:
     def has_left(self, handles: Sequence[FlatParamHandle]) -> bool:
         """Return whether gradients of `handles` that were collected wait."""
         return any(
-            not handle.gradients.is_empty or (self.sums is not None and self.sums.holds(handle))
-            for handle in handles
+            not handle.gradients.is_empty or (self.sums is not None and self.sums.holds(handle)) for handle in handles
         )
 
     def drop(self, handle: FlatParamHandle, indices: Sequence[int]) -> None:

@@ -15,9 +15,7 @@ from flatparam_comm.collectives import Collectives, ContinuedPending, Pending
 from flatparam_core import FlatLayout, FlatParamError
 
 
-def gather_shards(
-    group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""
-) -> Pending:
+def gather_shards(group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = "") -> Pending:
     """Fill `full` with the flat parameter, of which each rank has the shard that the layout says.
 
     Args:
@@ -32,14 +30,10 @@ def gather_shards(
     if not layout.is_chunked:
         return group.all_gather(full, shard, label=label)
     shards = torch.empty_like(full)
-    return ContinuedPending(
-        group.all_gather(shards, shard, label=label), lambda: layout.chunks.spread(full, shards)
-    )
+    return ContinuedPending(group.all_gather(shards, shard, label=label), lambda: layout.chunks.spread(full, shards))
 
 
-def gather_uneven(
-    group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = ""
-) -> Pending:
+def gather_uneven(group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, *, label: str = "") -> Pending:
     """Do what `gather_shards` does of shards that differ in length."""
     if _takes_any_lengths(group, full):
         return group.all_to_all(
@@ -62,9 +56,7 @@ def gather_uneven(
     return ContinuedPending(group.all_gather(staged, mine, label=label), copy)
 
 
-def scatter_sums(
-    group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = ""
-) -> Pending:
+def scatter_sums(group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, *, label: str = "") -> Pending:
     """Fill `output` with this rank's part of the sum of every rank's `full`, in which shards differ in length.
 
     Args:
@@ -89,9 +81,7 @@ def scatter_sums(
     return ContinuedPending(group.reduce_scatter(target, staged, label=label), take)
 
 
-def _exchanged_and_added(
-    group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, label: str
-) -> Pending:
+def _exchanged_and_added(group: Collectives, layout: FlatLayout, output: Tensor, full: Tensor, label: str) -> Pending:
     received = full.new_empty(group.size * output.numel())
 
     @torch.no_grad()
@@ -121,9 +111,7 @@ def _parts(layout: FlatLayout, full: Tensor, staged: Tensor) -> list[tuple[Tenso
     """For each rank its slice of the flat tensor, and the part of `staged` in which it travels."""
     longest = staged.numel() // layout.world_size
     spans = map(layout.shard_span, range(layout.world_size))
-    return [
-        (full[span.as_slice()], staged[rank * longest :][: span.numel]) for rank, span in enumerate(spans)
-    ]
+    return [(full[span.as_slice()], staged[rank * longest :][: span.numel]) for rank, span in enumerate(spans)]
 
 
 def check_even(layout: FlatLayout, hook: str) -> None:

@@ -75,17 +75,13 @@ class Followers:
 
     def were_given_data(self, views: Sequence[torch.Tensor]) -> bool:
         """Return whether users gave data to a follower, so that it is none of the `views` of the shard any more."""
-        return any(
-            memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items()
-        )
+        return any(memory_of(each.parameter) != memory_of(views[index]) for index, each in self._find().items())
 
     def take_over(self, views: Sequence[torch.Tensor]) -> dict[int, nn.Parameter]:
         """Take over the data that users gave to followers, which are none of the `views` any more; see `Exposure`."""
         followers = self._find()
         moved = {i: f for i, f in followers.items() if memory_of(f.parameter) != memory_of(views[i])}
-        parts = {
-            index: new_values(self.flat_param, index, follower.parameter) for index, follower in moved.items()
-        }
+        parts = {index: new_values(self.flat_param, index, follower.parameter) for index, follower in moved.items()}
         if moved:
             give_values(self.flat_param, parts)
         return {index: follower.parameter for index, follower in moved.items()}
@@ -282,11 +278,7 @@ class FlatExposure:
             return self._views[index]
         # The same object under all names, as long as somebody has it.
         part = self._parts.get(index)
-        if (
-            part is None
-            or part._base is not self.flat_param
-            or part.data_ptr() != self._views[index].data_ptr()
-        ):
+        if part is None or part._base is not self.flat_param or part.data_ptr() != self._views[index].data_ptr():
             layout = self.flat_param.flat_layout
             part = self.flat_param[layout.fragment(index, self.flat_param.rank).in_shard.as_slice()]
             setattr(part, PART, True)

@@ -219,10 +219,7 @@ class _Swap:
             return None
         plain = [each.plain for each in registries]
         others = [
-            (number, name)
-            for number, each in enumerate(registries)
-            for name in each
-            if name not in names[number]
+            (number, name) for number, each in enumerate(registries) for name in each if name not in names[number]
         ]
         lengths = [len(each) for each in registries]
         return cls(registries, plain, values, lengths, readers, sharded, others)
@@ -357,9 +354,7 @@ class Sites:
         self.shown = list(values)
 
     @staticmethod
-    def _register(
-        row: _Attributes, owns: Sequence[dict[str, Any]], values: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _register(row: _Attributes, owns: Sequence[dict[str, Any]], values: Sequence[torch.Tensor | None]) -> None:
         for registry, name, index in zip(row.registries(owns), row.names, row.indices, strict=True):
             # Past the method of a `ShardedRegistry`.
             dict.__setitem__(registry, name, values[index])
@@ -374,8 +369,7 @@ class Sites:
         """Have reads of attributes call `read`, of registries that have these values."""
         if not self._readers:
             self._readers = [
-                {name: functools.partial(read, index) for name, index in names.items()}
-                for names in row.by_module
+                {name: functools.partial(read, index) for name, index in names.items()} for names in row.by_module
             ]
         for own, readers in zip(owns, self._readers, strict=True):
             install(own, readers)

@@ -41,9 +41,7 @@ class Chunks:
     """The parameters without dimensions."""
 
     @classmethod
-    def of(
-        cls, specs: Sequence[ParamSpec], starts: Sequence[int], shard_numel: int, world_size: int
-    ) -> Chunks:
+    def of(cls, specs: Sequence[ParamSpec], starts: Sequence[int], shard_numel: int, world_size: int) -> Chunks:
         """Return the chunks of parameters whose own begin at `starts` in a shard of `shard_numel` elements."""
         found, end = [], 0
         for index, (spec, start) in enumerate(zip(specs, starts, strict=True)):

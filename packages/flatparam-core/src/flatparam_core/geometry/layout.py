@@ -126,9 +126,7 @@ class FlatLayout:
         names: set[str] = set()
         for slot in self.slots:
             if slot.span.start < end:
-                raise LayoutError(
-                    f"parameter {slot.spec.fqn!r} overlaps the one before it in the flat parameter"
-                )
+                raise LayoutError(f"parameter {slot.spec.fqn!r} overlaps the one before it in the flat parameter")
             if slot.spec.dtype != self.slots[0].spec.dtype:
                 raise LayoutError(
                     f"parameter {slot.spec.fqn!r} has dtype {slot.spec.dtype}, the flat parameter {self.dtype}"
@@ -139,9 +137,7 @@ class FlatLayout:
                 names.add(name)
             end = slot.span.stop
         if end > self.numel:
-            raise LayoutError(
-                f"the slots end at {end}, behind the {self.numel} elements of the flat parameter"
-            )
+            raise LayoutError(f"the slots end at {end}, behind the {self.numel} elements of the flat parameter")
 
     @classmethod
     def plan(
@@ -199,9 +195,7 @@ class FlatLayout:
     ) -> FlatLayout:
         other = next((spec for spec in specs if spec.rule != CHUNK or not spec.is_row_major), None)
         if other is not None or len({*shares}) > 1:
-            why = (
-                "the ranks have different shares" if other is None else f"{other.fqn!r} has rule {other.rule}"
-            )
+            why = "the ranks have different shares" if other is None else f"{other.fqn!r} has rule {other.rule}"
             raise LayoutError(
                 f"{specs[0].fqn!r}, ...: chunks are cut of all parameters of a unit, row-major, and for equal shares, "
                 f"but {why}"
@@ -215,14 +209,9 @@ class FlatLayout:
         return cls(tuple(slots), world_size, -(-width // step) * step * world_size)
 
     @classmethod
-    def _placed(
-        cls, specs: Sequence[ParamSpec], world_size: int, step: int, shares: Sequence[float]
-    ) -> FlatLayout:
+    def _placed(cls, specs: Sequence[ParamSpec], world_size: int, step: int, shares: Sequence[float]) -> FlatLayout:
         placing = place(specs, world_size=world_size, step=step, shares=shares)
-        slots = [
-            Slot(spec, Span(start, start + spec.numel))
-            for spec, start in zip(specs, placing.starts, strict=True)
-        ]
+        slots = [Slot(spec, Span(start, start + spec.numel)) for spec, start in zip(specs, placing.starts, strict=True)]
         # The sort is stable: empty parameters keep their order.
         slots.sort(key=lambda slot: slot.span)
         lengths = placing.shard_numels
@@ -329,14 +318,8 @@ class FlatLayout:
         slot = self.slots[index].span
         if self.is_chunked:
             chunk, start = chunk_numel(self.slots[index].spec, self.world_size), slot.start // self.world_size
-            own = Span(0, slot.numel).overlap(
-                Span(0, chunk).shifted(shard.start // (shard.numel or 1) * chunk)
-            )
-            return (
-                Fragment(index, own, Span(start, start + own.numel))
-                if own
-                else Fragment(index, _NOTHING, _NOTHING)
-            )
+            own = Span(0, slot.numel).overlap(Span(0, chunk).shifted(shard.start // (shard.numel or 1) * chunk))
+            return Fragment(index, own, Span(start, start + own.numel)) if own else Fragment(index, _NOTHING, _NOTHING)
         common = slot.overlap(shard)
         if not common:
             return Fragment(index, _NOTHING, _NOTHING)

@@ -33,9 +33,7 @@ class Placing:
     shard_numels: tuple[int, ...]
 
 
-def place(
-    specs: Sequence[ParamSpec], *, world_size: int, step: int = 1, shares: Sequence[float] = ()
-) -> Placing:
+def place(specs: Sequence[ParamSpec], *, world_size: int, step: int = 1, shares: Sequence[float] = ()) -> Placing:
     """Find a place for each parameter, with little padding, as the rules of `specs` ask.
 
     Args:

@@ -130,9 +130,7 @@ def replan(sources: Iterable[FlatLayout], targets: Iterable[FlatLayout]) -> Iter
     return _moves(sources, matched)
 
 
-def _moves(
-    sources: Sequence[FlatLayout], matched: Iterable[tuple[int, int, int, FlatLayout, int]]
-) -> Iterator[Move]:
+def _moves(sources: Sequence[FlatLayout], matched: Iterable[tuple[int, int, int, FlatLayout, int]]) -> Iterator[Move]:
     for home, home_index, number, target, index in matched:
         fqn = target.slots[index].spec.fqn
         pairs = itertools.product(_owners(sources[home], home_index), _owners(target, index))

@@ -49,9 +49,7 @@ class ShardPieces:
         if -1 not in self._filled:
             return [cut[at] for at in self._filled]
         empty = {shape: shard[:0].view(shape) for shape in {*self.shapes} if not math.prod(shape)}
-        return [
-            empty[shape] if at < 0 else cut[at] for at, shape in zip(self._filled, self.shapes, strict=True)
-        ]
+        return [empty[shape] if at < 0 else cut[at] for at, shape in zip(self._filled, self.shapes, strict=True)]
 
     def lines(self, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the same fragments, each 1-D."""
@@ -101,9 +99,7 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[tuple[Any, ...], ...]:
     return tuple(shapes), tuple(cut), tuple(map(math.prod, cut)), tuple(filled)
 
 
-def pack_shard(
-    tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device
-) -> torch.Tensor:
+def pack_shard(tensors: Sequence[torch.Tensor], layout: FlatLayout, *, rank: int, device: torch.device) -> torch.Tensor:
     """Return this rank's shard of the flat parameter that `tensors` (one per slot) make up, 1-D; padding is zero.
 
     Only the rank's own part is copied: no flat buffer of the whole unit is made.
@@ -114,9 +110,7 @@ def pack_shard(
     return shard
 
 
-def pack_parameter(
-    shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int
-) -> None:
+def pack_parameter(shard: torch.Tensor, layout: FlatLayout, index: int, tensor: torch.Tensor, *, rank: int) -> None:
     """Copy this rank's part of parameter `index`, whose full value is `tensor`, to its place in `shard`."""
     fragment = layout.fragments(rank)[index]
     if fragment.in_param:

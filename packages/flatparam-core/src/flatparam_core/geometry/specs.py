@@ -33,9 +33,7 @@ class LayoutRule:
                 f"a layout rule is one of 'element', 'block', 'row', 'chunk' and 'whole', found {self.kind!r}"
             )
         if type(self.block_numel) is not int:
-            raise LayoutError(
-                f"a layout rule has blocks of a whole number of elements, found {self.block_numel!r}"
-            )
+            raise LayoutError(f"a layout rule has blocks of a whole number of elements, found {self.block_numel!r}")
         if self.block_numel < 1 or (self.block_numel > 1 and self.kind != "block"):
             raise LayoutError(
                 f"a rule of kind {self.kind!r} cannot have blocks of {self.block_numel} elements; those of a rule "

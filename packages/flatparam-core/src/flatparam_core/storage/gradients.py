@@ -104,9 +104,7 @@ class GradientLedger:
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
         """Return an empty ledger; it takes no memory until the first deposit."""
-        return cls(
-            FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool), bytearray(len(layout.slots))
-        )
+        return cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool), bytearray(len(layout.slots)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,14 +144,10 @@ class GradientLedger:
         else:
             self._kept[index] = gradient.detach(), divisor
 
-    def keep_all(
-        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
-    ) -> None:
+    def keep_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0) -> None:
         """Do what `keep` does of each of `gradients`."""
         if self.is_empty and not torch.is_grad_enabled():
-            self._kept = {
-                index: (gradient, divisor) for index, gradient in zip(indices, gradients, strict=True)
-            }
+            self._kept = {index: (gradient, divisor) for index, gradient in zip(indices, gradients, strict=True)}
             return
         for index, gradient in zip(indices, gradients, strict=True):
             self.keep(index, gradient, divisor=divisor)
@@ -179,9 +173,7 @@ class GradientLedger:
             FlatParamError: if `is_apart` is false.
         """
         if not self.is_apart:
-            raise FlatParamError(
-                f"{self.buffer.layout.fqns[0]}, ...: some gradients are in the flat buffer already"
-            )
+            raise FlatParamError(f"{self.buffer.layout.fqns[0]}, ...: some gradients are in the flat buffer already")
         return Unflattened(self.buffer.layout, self.dtype, self.buffer.tensor.device, self._hand_over())
 
     def _hand_over(self) -> dict[int, torch.Tensor]:
@@ -190,9 +182,7 @@ class GradientLedger:
             self.deposited[index] = 1
         return {index: gradient for index, (gradient, _) in kept.items()}
 
-    def deposit(
-        self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0, weight: float = 1.0
-    ) -> None:
+    def deposit(self, index: int, gradient: torch.Tensor, *, divisor: float = 1.0, weight: float = 1.0) -> None:
         """Add `weight * gradient / divisor` to the slot of parameter `index`.
 
         Args:
@@ -226,9 +216,7 @@ class GradientLedger:
         self.deposited[index] = 1
         self._turns[index] ^= 1
 
-    def deposit_all(
-        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0
-    ) -> None:
+    def deposit_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], *, divisor: float = 1.0) -> None:
         """Deposit the kept gradients, and each of `gradients` at its index; a few calls handle all small ones."""
         if self._kept:
             self.collect()

@@ -141,9 +141,7 @@ class Committer:
         moment(Moment.TEMPORARY_SYNCED)
         final = directory.path_of(ticket.step)
         if final.exists():
-            raise CheckpointError(
-                f"{final}: a different process has made this directory in the meantime", path=final
-            )
+            raise CheckpointError(f"{final}: a different process has made this directory in the meantime", path=final)
         temporary.rename(final)
         self._numbers[ticket.step] = ticket.number
         try:
@@ -197,9 +195,7 @@ def _merge(ticket: Ticket, reports: Sequence[RankReport]) -> Manifest:
         CheckpointError: if the ranks' parts do not make whole tensors, naming one that is not.
     """
     try:
-        tensors = _merged_tensors(
-            (path, record) for report in reports for path, record in report.tensors.items()
-        )
+        tensors = _merged_tensors((path, record) for report in reports for path, record in report.tensors.items())
     except ValueError as error:
         raise CheckpointError(f"the ranks do not save one model: {error}") from error
     for path, record in tensors.items():

@@ -266,15 +266,11 @@ class CheckpointDirectory:
 
     def _newest_sound(self, why: str) -> Chosen | None:
         steps = self.steps()
-        for chosen in sorted(
-            self._sound(), key=lambda each: self._age(each.manifest.number, each.manifest.step)
-        )[-1:]:
+        for chosen in sorted(self._sound(), key=lambda each: self._age(each.manifest.number, each.manifest.step))[-1:]:
             # The writer of the first checkpoint died before there was a `latest`.
             first = not why and chosen.manifest.follows is None
             lost = why or f"{self.root / _LATEST} is missing"
-            warning = (
-                "" if first else f"{lost}: the newest sound checkpoint, {chosen.path.name}, is used instead"
-            )
+            warning = "" if first else f"{lost}: the newest sound checkpoint, {chosen.path.name}, is used instead"
             return attrs.evolve(chosen, warning=warning)
         if not steps and not why:
             return None
@@ -298,9 +294,7 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return aside
 
-    def retire(
-        self, keep: int, spare: int, numbers: Mapping[int, int], on_moment: OnMoment = nothing
-    ) -> None:
+    def retire(self, keep: int, spare: int, numbers: Mapping[int, int], on_moment: OnMoment = nothing) -> None:
         """Delete all but the `keep` newest checkpoints, and never that of step `spare`.
 
         Args:

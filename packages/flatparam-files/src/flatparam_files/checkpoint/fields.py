@@ -157,9 +157,7 @@ def dtype_name(dtype: torch.dtype, at: tuple[str, ...] = ()) -> str:
     """Return the name of `dtype` in a manifest; a CheckpointError, about the tensor `at` these keys, if it has none."""
     if dtype not in _NAMES:
         path = join_path(at)
-        raise CheckpointError(
-            f"{path!r}: tensors of {dtype} cannot be saved", fqn=path, hint="convert it before"
-        )
+        raise CheckpointError(f"{path!r}: tensors of {dtype} cannot be saved", fqn=path, hint="convert it before")
     return _NAMES[dtype]
 
 

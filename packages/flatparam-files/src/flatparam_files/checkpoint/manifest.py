@@ -256,9 +256,7 @@ class Manifest:
     """The save id that `latest` named when this was saved."""
     files: tuple[FileRecord, ...] = attrs.field(validator=tuple_of(instance_of(FileRecord)))
     tensors: Mapping[str, TensorRecord] = attrs.field(validator=mapping_of(instance_of(TensorRecord)))
-    per_rank: Mapping[str, tuple[RankValue, ...]] = attrs.field(
-        validator=mapping_of(tuple_of(instance_of(RankValue)))
-    )
+    per_rank: Mapping[str, tuple[RankValue, ...]] = attrs.field(validator=mapping_of(tuple_of(instance_of(RankValue))))
     """States that differ between ranks and are not cut like their parameter, by path."""
     aliases: Mapping[str, str] = attrs.field(validator=mapping_of(text))
     """The other paths of tied tensors."""

@@ -44,9 +44,7 @@ class Ticket:
 # The report of a rank that has written its file
 
 
-_ONE_DIRECTORY: Final = (
-    "all ranks must see one and the same directory: name one on a file system that all hosts share"
-)
+_ONE_DIRECTORY: Final = "all ranks must see one and the same directory: name one on a file system that all hosts share"
 
 
 @final

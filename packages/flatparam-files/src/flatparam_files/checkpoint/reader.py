@@ -123,9 +123,7 @@ class CheckpointReader:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its path, but for those that each rank has of its own."""
         return {
-            path: record.info
-            for path, record in self.manifest.tensors.items()
-            if not path.startswith(f"{OF_RANKS}/")
+            path: record.info for path, record in self.manifest.tensors.items() if not path.startswith(f"{OF_RANKS}/")
         }
 
     @cached_property
@@ -133,9 +131,7 @@ class CheckpointReader:
         """The tree without the tensors, decoded at first use."""
         values = self.decode(self.manifest.values, tensors=False)
         if not isinstance(values, dict):
-            raise CheckpointError(
-                f"{self.path / MANIFEST}: its values are no object", path=self.path / MANIFEST
-            )
+            raise CheckpointError(f"{self.path / MANIFEST}: its values are no object", path=self.path / MANIFEST)
         return values
 
     @property
@@ -168,18 +164,14 @@ class CheckpointReader:
             return
         info = record.info
         held = torch.empty(info.numel, dtype=info.dtype, device="cpu")
-        whole = filled(held, self.read_stored(path, Span(0, info.numel))).as_strided(
-            info.shape, record.stride
-        )
+        whole = filled(held, self.read_stored(path, Span(0, info.numel))).as_strided(info.shape, record.stride)
         yield from read_boxes(info, span, lambda box, out: out.copy_(box.of(whole)))
 
     def read_stored(self, path: str, span: Span) -> Iterator[Tensor]:
         """Like `read`, with elements counted in the memory order in which the tensor is stored."""
         record = self.record(path)
         if not Span(0, record.info.numel).contains(span):
-            raise ValueError(
-                f"{path!r} has {record.info.numel} elements, and not [{span.start}, {span.stop})"
-            )
+            raise ValueError(f"{path!r} has {record.info.numel} elements, and not [{span.start}, {span.stop})")
         if record.inline is not None:
             yield tensor_of(bytearray(record.inline), record.info.dtype)[span.as_slice()]
             return
@@ -219,9 +211,7 @@ class CheckpointReader:
             path = self.path / MANIFEST
             raise CheckpointError(f"{path}: its values are not sound: {error}", path=path) from error
 
-    def _read_piece(
-        self, path: str, record: TensorRecord, piece: FilePiece, wanted: Span
-    ) -> Iterator[Tensor]:
+    def _read_piece(self, path: str, record: TensorRecord, piece: FilePiece, wanted: Span) -> Iterator[Tensor]:
         """Elements `wanted` of a piece, block by block, up to a chunk at once."""
         itemsize = record.info.dtype.itemsize
         nbytes, start, stop = piece.span.numel * itemsize, wanted.start * itemsize, wanted.stop * itemsize

@@ -95,17 +95,14 @@ class _Encoder:
 
     def _long(self, value: int, at: tuple[str, ...]) -> Any:
         if not is_short_integer(value):
-            raise _refused(
-                at, f"an integer of {value.bit_length():,} bits, and {MAX_INTEGER_BITS:,} are the most"
-            )
+            raise _refused(at, f"an integer of {value.bit_length():,} bits, and {MAX_INTEGER_BITS:,} are the most")
         return {"$int": hex(value)}
 
     def _mapping(self, value: Mapping[Any, Any], kind: type, at: tuple[str, ...]) -> Any:
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, (*at, key)) for key, item in value.items()}
         pairs = [
-            [self.encode(key, (*at, f"key {key!r}")), self.encode(item, (*at, str(key)))]
-            for key, item in value.items()
+            [self.encode(key, (*at, f"key {key!r}")), self.encode(item, (*at, str(key)))] for key, item in value.items()
         ]
         return {_MAPPINGS[kind]: pairs}
 

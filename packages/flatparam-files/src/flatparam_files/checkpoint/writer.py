@@ -144,9 +144,7 @@ class CheckpointWriter:
         if ticket is None or not self._is_open:
             raise ValueError("CheckpointWriter is closed: make a new one to write another checkpoint")
         if self._left:
-            raise ValueError(
-                f"{len(self._left)} announced tensors were not written, first {self._left[-1]!r}"
-            )
+            raise ValueError(f"{len(self._left)} announced tensors were not written, first {self._left[-1]!r}")
         for rank, writer in enumerate(self._writers):
             file = writer.finish()
             aliases, values = (self._aliases, self._values) if rank == 0 else ({}, {})

@@ -52,9 +52,7 @@ def add(groups: Commands) -> None:
 
 
 def _add_inspect_and_verify(commands: Commands) -> None:
-    text = (
-        "show a summary of a checkpoint: who wrote it, its parts and their bytes; --depth shows its tensors"
-    )
+    text = "show a summary of a checkpoint: who wrote it, its parts and their bytes; --depth shows its tensors"
     added = add_command(commands, "inspect", text, f"{_HERE}.ckpt_commands", "inspect")
     added.add_argument("source", metavar="PATH", nargs="?", type=existing, help="the checkpoint")
     added.add_argument("--json", action="store_true", help="everything as one JSON object")
@@ -83,27 +81,21 @@ def _add_diff(commands: Commands) -> None:
         default=0.0,
         help="the largest absolute difference that is none (default: 0)",
     )
-    added.add_argument(
-        "--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers"
-    )
+    added.add_argument("--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers")
     added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
     _add_reading(added, pair=False)
     _add_progress(added)
 
 
 def _add_converting(commands: Commands) -> None:
-    text = (
-        "write a checkpoint as a different number of ranks would have written it; loading does not need this"
-    )
+    text = "write a checkpoint as a different number of ranks would have written it; loading does not need this"
     _add_own(commands, "reshard", text, needs_world_size=True)
     text = "make a flatparam checkpoint directory from a checkpoint of a different format"
     _add_own(commands, "import", text, needs_world_size=False)
     text = "write a checkpoint in the format of a different program"
     added = add_command(commands, "export", text, f"{_HERE}.ckpt_commands", "export")
     _add_paths(added, "a new file or directory")
-    added.add_argument(
-        "--to", choices=EXPORTS, required=True, help="Hugging Face safetensors, torch.save, DCP"
-    )
+    added.add_argument("--to", choices=EXPORTS, required=True, help="Hugging Face safetensors, torch.save, DCP")
     added.add_argument(
         "--max-shard-size",
         type=nbytes_of,
@@ -147,9 +139,7 @@ def _add_paths(added: argparse.ArgumentParser, destination: str) -> None:
 
 
 def _add_writing(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
-        "--dtype", type=dtype_name, help="cast the model's floating-point tensors, such as to bfloat16"
-    )
+    added.add_argument("--dtype", type=dtype_name, help="cast the model's floating-point tensors, such as to bfloat16")
     added.add_argument("--dry-run", action="store_true", help="only list what would be written")
     _add_reading(added)
     _add_progress(added)
@@ -165,9 +155,7 @@ def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bo
     )
     added.set_defaults(only=None)
     if parts:
-        added.add_argument(
-            "--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated"
-        )
+        added.add_argument("--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated")
     if pair:
         for name, text in (
             ("--model", "the model's file, if the optimizer's is separate"),
@@ -243,9 +231,7 @@ def _ranks(text: str) -> int:
 def natural(text: str) -> int:
     """Return a number of at least 0, of 63 bits at most."""
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of at least 0 and at most 2**63 - 1, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0 and at most 2**63 - 1, found {text!r}")
     return int(text)
 
 

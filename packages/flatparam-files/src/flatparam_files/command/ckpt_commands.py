@@ -187,9 +187,7 @@ def opened(chosen: argparse.Namespace) -> Source:
     pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
     if bool(pair) == (chosen.source is not None):
         raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
-    return parts_of(
-        open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix), chosen.only
-    )
+    return parts_of(open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix), chosen.only)
 
 
 def parts_of(source: Source, only: list[str] | None) -> Source:
@@ -324,10 +322,7 @@ class _Difference:
         for size in reversed(self.info.shape):
             left, here = divmod(left, size)
             index.append(here)
-        return (
-            f"{self.count} of {self.info.numel} elements differ, by at most {self.largest:.6g} "
-            f"(at {index[::-1]})"
-        )
+        return f"{self.count} of {self.info.numel} elements differ, by at most {self.largest:.6g} (at {index[::-1]})"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,9 +73,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     if stream is None:
         return
     if not line.isprintable():
-        line = "".join(
-            each if each.isprintable() else each.encode("unicode_escape").decode() for each in line
-        )
+        line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
     encoding = stream.encoding or "utf-8"
     stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 

@@ -105,16 +105,12 @@ def _data_start(file: ByteFile) -> int:
         raise _bad(file.path, f"expected at least 10 bytes, found {file.nbytes}")
     nbytes = int.from_bytes(file.read(0, 8), "little")
     if not 2 <= nbytes <= min(file.nbytes - 8, _MAX_HEADER_NBYTES):
-        raise _bad(
-            file.path, f"it says that its header has {nbytes:,} bytes, and it has {file.nbytes:,} in all"
-        )
+        raise _bad(file.path, f"it says that its header has {nbytes:,} bytes, and it has {file.nbytes:,} in all")
     return 8 + nbytes
 
 
 def _bad(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: not a sound safetensors file: {why}", path=path, hint="use a different checkpoint"
-    )
+    return CheckpointError(f"{path}: not a sound safetensors file: {why}", path=path, hint="use a different checkpoint")
 
 
 def decode_header(data: bytes, file_nbytes: int) -> SafetensorsHeader:
@@ -275,9 +271,7 @@ class TensorFileWriter:
         if kind is None:
             self.finish()
 
-    def write(
-        self, name: str, chunks: Iterable[Tensor], observe: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def write(self, name: str, chunks: Iterable[Tensor], observe: Callable[[memoryview], object] | None = None) -> None:
         """Write the next tensor.
 
         Args:
@@ -290,9 +284,7 @@ class TensorFileWriter:
         """
         announced, info = self._left.pop()
         if announced != name:
-            raise ValueError(
-                f"expected tensor {announced!r}, found {name!r}: write them as they were announced"
-            )
+            raise ValueError(f"expected tensor {announced!r}, found {name!r}: write them as they were announced")
         numel = 0
         for chunk in chunks:
             if chunk.dtype != info.dtype:
@@ -323,7 +315,5 @@ class TensorFileWriter:
             ValueError: if announced tensors are missing.
         """
         if self._left:
-            raise ValueError(
-                f"{len(self._left)} announced tensors were not written, first {self._left[-1][0]!r}"
-            )
+            raise ValueError(f"{len(self._left)} announced tensors were not written, first {self._left[-1][0]!r}")
         self._write(self._staging.take())

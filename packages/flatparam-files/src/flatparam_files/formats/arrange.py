@@ -50,9 +50,7 @@ def arranged(root: Any, file: Path, prefix: str | None = None) -> tuple[dict[str
     walk = _Walk(file)
     hint = "save state dicts as the model and the optimizer return them"
     with damage_named(f"{file} does not have the form of a checkpoint", path=file, hint=hint):
-        ours = _parts(
-            _at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file
-        )
+        ours = _parts(_at_prefix(root, file, prefix) if prefix is not None else _found_below(root, file), file)
         if "optimizer" in ours:
             saved, model = ours["optimizer"], ours.get("model", {})
             if _are_optimizers(saved):
@@ -68,9 +66,7 @@ def together(files: Sequence[Path], trees: Sequence[Mapping[Any, Any]]) -> dict[
     for file, tree in zip(files, trees, strict=True):
         twice = sorted(map(str, root.keys() & tree.keys()))
         if twice:
-            raise CheckpointError(
-                f"{file} has {twice[0]!r}, and so has another of {', '.join(map(str, files))}"
-            )
+            raise CheckpointError(f"{file} has {twice[0]!r}, and so has another of {', '.join(map(str, files))}")
         root.update(tree)
     return root
 
@@ -81,9 +77,7 @@ def _at_prefix(root: Any, file: Path, prefix: str) -> Any:
         by_text = {str(key): value for key, value in root.items()} if isinstance(root, Mapping) else {}
         if part not in by_text:
             shown = ", ".join(map(repr, list(by_text)[:_SHOWN])) or "nothing"
-            raise CheckpointError(
-                f"{file} has no {part!r} on the way to {prefix!r}; found {shown}", path=file
-            )
+            raise CheckpointError(f"{file} has no {part!r} on the way to {prefix!r}; found {shown}", path=file)
         root = by_text[part]
     return root
 
@@ -120,9 +114,7 @@ def _has_parts(tree: Mapping[Any, Any]) -> bool:
     if _is_optimizer(tree) or _are_optimizers(tree):
         return True
     optimizers = (_only_one(tree.get(key)) for key in OPTIMIZER_KEYS)
-    return any(isinstance(tree.get(key), Mapping) for key in MODEL_KEYS) or any(
-        map(_is_optimizer, optimizers)
-    )
+    return any(isinstance(tree.get(key), Mapping) for key in MODEL_KEYS) or any(map(_is_optimizer, optimizers))
 
 
 def _parts(root: Any, file: Path) -> dict[str, Any]:
@@ -133,9 +125,7 @@ def _parts(root: Any, file: Path) -> dict[str, Any]:
         return {"optimizer": root}
     model = [key for key in MODEL_KEYS if isinstance(root.get(key), Mapping)]
     optimizer = [
-        key
-        for key in OPTIMIZER_KEYS
-        if _is_optimizer(_only_one(root.get(key))) or _are_optimizers(root.get(key))
+        key for key in OPTIMIZER_KEYS if _is_optimizer(_only_one(root.get(key))) or _are_optimizers(root.get(key))
     ]
     if len(model) > 1 or len(optimizer) > 1:
         raise CheckpointError(
@@ -252,16 +242,11 @@ def by_name(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: Path) 
     state, groups = optimizer.get("state", {}), optimizer.get("param_groups", [])
     _check_form(state, groups, file)
     rest = {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
-    if any(
-        isinstance(key, int)
-        for key in [*state, *(key for group in groups for key in group.get("params", []))]
-    ):
+    if any(isinstance(key, int) for key in [*state, *(key for group in groups for key in group.get("params", []))]):
         names = _names(state, groups, model, file)
         unknown = [key for key in state if key not in names]
         if unknown:
-            raise CheckpointError(
-                f"{file} has optimizer states of {unknown[:5]}, which no parameter group holds"
-            )
+            raise CheckpointError(f"{file} has optimizer states of {unknown[:5]}, which no parameter group holds")
         state = {names[key]: value for key, value in state.items()}
         groups = [{**group, "params": [names[key] for key in group.get("params", [])]} for group in groups]
     return {"state": state, "param_groups": groups, **rest}
@@ -291,9 +276,7 @@ def _names(
         why = f"it has {len(numbers)} parameters, and the model {len(names)} tensors"
     else:
         found = dict(zip(numbers, names, strict=True))
-        odd = [
-            number for number in state if number in found and not _fits(state[number], model[found[number]])
-        ]
+        odd = [number for number in state if number in found and not _fits(state[number], model[found[number]])]
         if not odd:
             return found
         why = f"the state of number {odd[0]} is not shaped like {found[odd[0]]!r}"

@@ -87,9 +87,7 @@ def read_dcp_metadata(directory: Path) -> DcpMetadata:
     with ByteFile(file) as opened:
         data = bytes(opened.read(0, opened.nbytes))
     root = read_pickle(data, _NAMES, what=str(file))
-    with damage_named(
-        f"{file} does not describe a checkpoint", path=file, hint="it is damaged: copy it again"
-    ):
+    with damage_named(f"{file} does not describe a checkpoint", path=file, hint="it is damaged: copy it again"):
         return _facts(_fields(root, f"{_HOME}.Metadata"), directory)
 
 
@@ -143,9 +141,7 @@ def _item(stored: Any, directory: Path) -> Storage:
     fields = _fields(stored, "torch.distributed.checkpoint.filesystem._StorageInfo")
     name, offset, nbytes = fields["relative_path"], fields["offset"], fields["length"]
     if fields.get("transform_descriptors"):
-        raise ValueError(
-            f"{name!r} is transformed by {fields['transform_descriptors']}, which only torch can undo"
-        )
+        raise ValueError(f"{name!r} is transformed by {fields['transform_descriptors']}, which only torch can undo")
     if not isinstance(name, str) or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"expected a file of the directory, found {name!r}")
     if not (type(offset) is int and type(nbytes) is int and offset >= 0 and nbytes >= 0):
@@ -208,9 +204,7 @@ def _neighbours(key: str, boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
         open_boxes = [each for each in open_boxes if each.offsets[dim] + each.sizes[dim] > start]
         left -= len(open_boxes)
         if left < 0:
-            raise ValueError(
-                f"{key!r} has {len(boxes):,} chunks that lie beside each other, which are too many"
-            )
+            raise ValueError(f"{key!r} has {len(boxes):,} chunks that lie beside each other, which are too many")
         yield from ((each, box) for each in open_boxes)
         open_boxes.append(box)
 
@@ -280,12 +274,7 @@ class ChunkedTensor(Stored):
             what = f"the chunk of {self.key!r} at byte {item.start} of {item.file}"
             found = open_archive(item.file, start=item.start, nbytes=item.nbytes, what=what).root
             expected = TensorInfo(chunk.box.sizes, self.info.dtype)
-            if (
-                not isinstance(found, StridedTensor)
-                or found.info != expected
-                or found.conjugated
-                or found.negated
-            ):
+            if not isinstance(found, StridedTensor) or found.info != expected or found.conjugated or found.negated:
                 raise CheckpointError(
                     f"{what} should be a tensor of shape {chunk.box.sizes} and {self.info.dtype}, and is "
                     f"{getattr(found, 'info', type(found).__name__)}",

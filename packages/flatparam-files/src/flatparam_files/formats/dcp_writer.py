@@ -88,8 +88,7 @@ def _is_whole(value: Any) -> bool:
     if isinstance(value, Mapping):
         return False
     return not isinstance(value, list) or not any(
-        isinstance(each, Stored) or (isinstance(each, (Mapping, list)) and not _is_whole(each))
-        for each in value
+        isinstance(each, Stored) or (isinstance(each, (Mapping, list)) and not _is_whole(each)) for each in value
     )
 
 

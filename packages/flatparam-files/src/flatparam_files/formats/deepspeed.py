@@ -146,9 +146,7 @@ class _Reading:
         for index, group in enumerate(main["param_shapes"]):
             weights.update(self._cuts(index, group, tuple(rank.weights[index] for rank in self._ranks)))
         weights.update(self._frozen())
-        weights.update(
-            {alias: weights[name] for alias, name in main["shared_params"].items() if name in weights}
-        )
+        weights.update({alias: weights[name] for alias, name in main["shared_params"].items() if name in weights})
         stored = {
             name: CutTensor.whole(tensor)
             for name, tensor in main["module"].items()
@@ -197,9 +195,7 @@ class _Reading:
             unit = 2 * len(numels)
             fits = -(-used // unit) == -(-sum(numels) // unit)
         if not fits:
-            raise ValueError(
-                f"flat group {index} has {numels} elements on the ranks, and its parameters take {used}"
-            )
+            raise ValueError(f"flat group {index} has {numels} elements on the ranks, and its parameters take {used}")
 
     # The optimizer
 
@@ -219,8 +215,7 @@ class _Reading:
                 of_ranks = [each["state"].get(index, {}) for each in saved]
                 state.update(self._states(index, groups[index], of_ranks, group))
         named = [
-            {**group, "params": [name for index in group["params"] for name in groups[index]]}
-            for group in options
+            {**group, "params": [name for index in group["params"] for name in groups[index]]} for group in options
         ]
         return {"state": state, "param_groups": self._plain(named, ("optimizer", "param_groups"))}
 
@@ -239,9 +234,7 @@ class _Reading:
                 for name, cut in cuts.items():
                     found[name][kind] = cut
             elif isinstance(value, StridedTensor) and value.info.numel != 1:
-                self._left_out.append(
-                    f"optimizer state {kind!r} of flat group {index}, of shape {value.info.shape}"
-                )
+                self._left_out.append(f"optimizer state {kind!r} of flat group {index}, of shape {value.info.shape}")
             else:
                 for name, states in found.items():
                     states[kind] = self._plain(value, ("optimizer", "state", name, str(kind)))

@@ -118,10 +118,7 @@ def divided(tensors: Mapping[str, T], max_nbytes: int = MAX_SHARD_NBYTES) -> dic
         nbytes += stored.info.nbytes
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
-        for number, shard in enumerate(shards, 1)
-    }
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 def _write_directory(path: Path, files: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -167,9 +164,7 @@ def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) 
     files = {name: read_file(index.with_name(name)) for name in sorted(set(weights.values()))}
     for tensor, name in weights.items():
         if tensor not in files[name]:
-            raise CheckpointError(
-                f"{index} says that {tensor!r} is in {name}, and it is not", path=index, fqn=tensor
-            )
+            raise CheckpointError(f"{index} says that {tensor!r} is in {name}, and it is not", path=index, fqn=tensor)
     return {tensor: files[name][tensor] for tensor, name in weights.items()}
 
 
@@ -186,9 +181,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} has no 'weight_map', as the index of a model's files has", path=index)
     for tensor, name in weights.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
-            raise CheckpointError(
-                f"{index}: {tensor!r} is in {name!r}, which is not a file beside it", path=index
-            )
+            raise CheckpointError(f"{index}: {tensor!r} is in {name!r}, which is not a file beside it", path=index)
     return weights
 
 

@@ -57,9 +57,7 @@ class AdmittedNames:
     hint: str = ""
 
 
-def read_pickle(
-    data: bytes, names: AdmittedNames, *, what: str, persistent: Callable[[Any], Any] | None = None
-) -> Any:
+def read_pickle(data: bytes, names: AdmittedNames, *, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
     """Return the object that a pickle describes.
 
     Args:
@@ -305,9 +303,7 @@ class Budget:
             for value in path[-1][1]:
                 self._visits -= 1
                 if self._visits < 0:
-                    raise ValueError(
-                        "it has far more values than bytes, because it has the same ones again and again"
-                    )
+                    raise ValueError("it has far more values than bytes, because it has the same ones again and again")
                 below = _below(value)
                 if below is not None:
                     if id(value) in inside:

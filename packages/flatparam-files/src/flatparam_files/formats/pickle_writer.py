@@ -103,9 +103,7 @@ class _PickleWriter:
                 self.write(value.identity)
                 self._out(pickle.BINPERSID)
             case _:
-                raise CheckpointError(
-                    f"a value of type {type(value).__name__} has no form in this format: {value!r}"
-                )
+                raise CheckpointError(f"a value of type {type(value).__name__} has no form in this format: {value!r}")
 
     def _each(self, values: tuple[Any, ...] | list[Any]) -> None:
         for value in values:

@@ -60,9 +60,7 @@ def _tensor(
         raise TypeError("a tensor has no dtype")
     flags = rest[-1] if rest and isinstance(rest[-1], Mapping) else {}
     conjugated, negated = bool(flags.get("conj")), bool(flags.get("neg"))
-    return StridedTensor(
-        TensorInfo(size, dtype), storage.storage, offset, tuple(strides), conjugated, negated
-    )
+    return StridedTensor(TensorInfo(size, dtype), storage.storage, offset, tuple(strides), conjugated, negated)
 
 
 def _parameter(data: StridedTensor, *_: Any) -> StridedTensor:
@@ -244,9 +242,7 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
             raise ValueError(f"the storage {key!r} is not in the archive")
         itemsize = 1 if dtype is None else dtype.itemsize
         if type(numel) is not int or numel * itemsize > storages[key].nbytes:
-            raise ValueError(
-                f"the storage {key!r} has {storages[key].nbytes} bytes, and should have {numel} elements"
-            )
+            raise ValueError(f"the storage {key!r} has {storages[key].nbytes} bytes, and should have {numel} elements")
         return TypedStorage(storages[key], dtype)
 
     root = read_pickle(_record(storages["data.pkl"]), names, what=what, persistent=persistent)

@@ -40,9 +40,7 @@ class StoredSource:
     def aliases(self) -> dict[str, str]:
         """Tensors that are another one before them (tied weights), as far as the format tells: path by path."""
         first: dict[Stored, str] = {}
-        known = {
-            path: first.setdefault(stored, path) for path, stored in self.stored.items() if stored.info.numel
-        }
+        known = {path: first.setdefault(stored, path) for path, stored in self.stored.items() if stored.info.numel}
         return {path: to for path, to in known.items() if to != path}
 
     def map_tensors(self, change: Callable[[str, Stored], Stored]) -> StoredSource:
@@ -66,9 +64,7 @@ def stored_source(source: Source) -> StoredSource:
     """Any source as one over stored tensors; a checkpoint of ours has its tied tensors under all their names."""
     if isinstance(source, StoredSource):
         return source
-    stored: dict[str, Stored] = {
-        path: _TensorOfSource(info, source, path) for path, info in source.tensors.items()
-    }
+    stored: dict[str, Stored] = {path: _TensorOfSource(info, source, path) for path, info in source.tensors.items()}
     reader = source if isinstance(source, CheckpointReader) else None
     if reader is not None:
         stored |= {alias: stored[path] for alias, path in reader.manifest.aliases.items()}
@@ -101,12 +97,8 @@ def averages_as_model(source: Source, name: str = "") -> StoredSource:
     if not stored:
         known = sorted({p[1] for p in parts.values() if p[0] == "averages" and len(p) == 4})
         raise CheckpointError(
-            f"the checkpoint has no averages {name!r}"
-            if name
-            else "the checkpoint has no averages without a name",
-            hint=f"it has those named {', '.join(map(repr, known))}"
-            if known
-            else "save them: Checkpointer(averages=)",
+            f"the checkpoint has no averages {name!r}" if name else "the checkpoint has no averages without a name",
+            hint=f"it has those named {', '.join(map(repr, known))}" if known else "save them: Checkpointer(averages=)",
         )
     return attrs.evolve(whole, stored=stored, values={"model": {}})
 
@@ -139,9 +131,7 @@ def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
         CheckpointError: if `dtype` is not one of floating-point numbers.
     """
     if not dtype.is_floating_point:
-        raise CheckpointError(
-            f"a model cannot be cast to {dtype}", hint="give a dtype of floating-point numbers"
-        )
+        raise CheckpointError(f"a model cannot be cast to {dtype}", hint="give a dtype of floating-point numbers")
 
     def cast(path: str, stored: Stored) -> Stored:
         is_cast = path.startswith("model/") and stored.info.dtype.is_floating_point

@@ -136,9 +136,7 @@ def choose_owners(jobs: Sequence[Job], ranks: int, replicas: int = 1) -> list[in
         if jobs[number].places:
             # The work is what there is to choose by, however uneven it is.
             held = dict(jobs[number].holders)
-            owners[number] = min(
-                (load[place], -held.get(place % ranks, 0), place) for place in jobs[number].places
-            )[-1]
+            owners[number] = min((load[place], -held.get(place % ranks, 0), place) for place in jobs[number].places)[-1]
             load[owners[number]] += jobs[number].cost
         else:
             rest.append(number)
@@ -155,16 +153,12 @@ def _dealt_out(
     """Return the places of the jobs in `order`, the costliest first, beside what each place has to do already."""
     best, busiest = _longest_first(jobs, order, load)
     if busiest * 100 > _TOLERANCE * bound:
-        best, busiest = min(
-            (best, busiest), _first_fit(jobs, order, load, bound, busiest), key=lambda found: found[1]
-        )
+        best, busiest = min((best, busiest), _first_fit(jobs, order, load, bound, busiest), key=lambda found: found[1])
     near = _near(jobs, order, load, ranks, max(busiest, _TOLERANCE * bound // 100))
     return best if near is None else near
 
 
-def _longest_first(
-    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int]
-) -> tuple[dict[int, int], int]:
+def _longest_first(jobs: Sequence[Job], order: Sequence[int], load: Sequence[int]) -> tuple[dict[int, int], int]:
     """Give each job to the place that has least to do; returns the places, and what the busiest has to do."""
     heap = [(done, place) for place, done in enumerate(load)]
     heapq.heapify(heap)
@@ -194,9 +188,7 @@ def _first_fit(
     return found, capacity
 
 
-def _fit(
-    jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], capacity: int
-) -> dict[int, int] | None:
+def _fit(jobs: Sequence[Job], order: Sequence[int], load: Sequence[int], capacity: int) -> dict[int, int] | None:
     room, plan = [capacity - done for done in load], {}
     place, last = 0, -1
     for number in order:

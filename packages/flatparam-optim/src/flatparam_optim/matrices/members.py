@@ -370,9 +370,7 @@ class Presence:
 
     def _refusal(self, number: int, member: Member) -> str:
         has, lacks = self._own[2 * number], self._own[2 * number + 1]
-        found = (
-            "a gradient on this rank" if has else "no gradient on this rank" if lacks else "none on this rank"
-        )
+        found = "a gradient on this rank" if has else "no gradient on this rank" if lacks else "none on this rank"
         outcome = (
             "so nothing was stepped"
             if not self._runs_ahead

@@ -89,9 +89,7 @@ class Matrix:
         """Yield the views of `flat` that are blocks, each in its shape."""
         start = 0
         for block in self.blocks:
-            yield flat[start : start + block.numel].as_strided(
-                block.shape, block.stride, flat.storage_offset() + start
-            )
+            yield flat[start : start + block.numel].as_strided(block.shape, block.stride, flat.storage_offset() + start)
             start += block.numel
 
     @property
@@ -205,9 +203,7 @@ class Routes:
 
     def replica_numel(self, bucket: int, rank: int) -> int:
         """The elements that each replica gives the others of `bucket`: as many as the one that has most to give."""
-        return max(
-            self.message_numel(self.in_replica(replica, bucket), rank) for replica in range(self.replicas)
-        )
+        return max(self.message_numel(self.in_replica(replica, bucket), rank) for replica in range(self.replicas))
 
     def sent_numels(self, place: int, streams: int = 1) -> tuple[int, int, int]:
         """Return the elements that `place` sends in a step: to owners, from there, and to other replicas."""

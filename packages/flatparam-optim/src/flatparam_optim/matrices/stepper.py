@@ -204,9 +204,7 @@ class MatrixStepper:
         _check_alike([[each[:2] for each in one] for one in told], [each[:2] for each in mine])
         return told
 
-    def _routes(
-        self, topology: Topology, members: Sequence[Member], told: Sequence[Sequence[Told]]
-    ) -> Routes:
+    def _routes(self, topology: Topology, members: Sequence[Member], told: Sequence[Sequence[Told]]) -> Routes:
         ranks = topology.shard.size
         matrices, keepers = [], []
         for number, member in enumerate(members):
@@ -265,9 +263,7 @@ def _check_alike(
             continue
         both = zip(theirs, mine, strict=False)
         at = next((at for at, (one, other) in enumerate(both) if one != other), min(len(theirs), len(mine)))
-        said = [
-            f"{each[at][0]!r} of shape {each[at][1]}" if at < len(each) else "none" for each in (mine, theirs)
-        ]
+        said = [f"{each[at][0]!r} of shape {each[at][1]}" if at < len(each) else "none" for each in (mine, theirs)]
         raise FlatParamError(
             f"the optimizers of the ranks step different parameters as wholes: number {at} is {said[0]} on this rank, "
             f"{said[1]} on rank {rank}; give the optimizers of all ranks the same parameters in the same order, also "

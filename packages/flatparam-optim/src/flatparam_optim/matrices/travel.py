@@ -132,9 +132,7 @@ class Travel:
             0 if other == rank else routes.message_numel(mine, other, self.rule.streams)
             for other in range(routes.ranks)
         ]
-        bucket.pending, bucket.received = self._deal(
-            messages, received, self.given, "matrices to their owners"
-        )
+        bucket.pending, bucket.received = self._deal(messages, received, self.given, "matrices to their owners")
 
     def _prepare(self, number: int) -> Sequence[Tensor]:
         """Return the tensors that travel of this rank's part of a matrix; none if it has no gradient."""
@@ -206,17 +204,13 @@ class Travel:
                 0 if other == self.rank else routes.message_numel(self._owned_by(other, bucket), self.rank)
                 for other in range(routes.ranks)
             ]
-            bucket.pending, bucket.received = self._deal(
-                messages, received, self.returned, "updates of matrices"
-            )
+            bucket.pending, bucket.received = self._deal(messages, received, self.returned, "updates of matrices")
         bucket.whole.clear()
 
     def _owned_by(self, rank: int, bucket: _BucketUnderWay) -> Sequence[int]:
         return self.routes.owned(self.replica * self.routes.ranks + rank, bucket.number)
 
-    def _arrived(
-        self, bucket: _BucketUnderWay, mine: Sequence[int]
-    ) -> dict[int, list[tuple[Span, Sequence[Tensor]]]]:
+    def _arrived(self, bucket: _BucketUnderWay, mine: Sequence[int]) -> dict[int, list[tuple[Span, Sequence[Tensor]]]]:
         """For each own matrix its parts, each with what was prepared of it: zeros if there is no gradient."""
         found: dict[int, list[tuple[Span, Sequence[Tensor]]]] = {number: [] for number in mine}
         start = 0

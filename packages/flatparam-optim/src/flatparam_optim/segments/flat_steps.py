@@ -132,9 +132,7 @@ class _SegmentStepper:
         self.count += len(parameters)
         return result
 
-    def _divide(
-        self, optimizer: optim.Optimizer, group: dict[str, Any]
-    ) -> tuple[_Tensors, Sequence[nn.Parameter]]:
+    def _divide(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> tuple[_Tensors, Sequence[nn.Parameter]]:
         """Return the tensors to step for the segments of `group`, and the parameters that are stepped by themselves."""
         number = next((n for n, each in enumerate(optimizer.param_groups) if each is group), None)
         if number is None:

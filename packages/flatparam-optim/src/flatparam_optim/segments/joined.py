@@ -112,9 +112,7 @@ class JoinedSegment:
         """Return the segment of `parameters`, in the order of their memory, with state of these `names`."""
         start, itemsize = parameters[0].data_ptr(), parameters[0].itemsize
         offsets = tuple((parameter.data_ptr() - start) // itemsize for parameter in parameters)
-        return cls(
-            tuple(parameters), _JoinedView(offsets, offsets[-1] + parameters[-1].numel()), tuple(names)
-        )
+        return cls(tuple(parameters), _JoinedView(offsets, offsets[-1] + parameters[-1].numel()), tuple(names))
 
     def tensors(self, state: State) -> list[SteppedTensor] | None:
         """Make the one tensor, with one state; `None` if a parameter is not as it was."""

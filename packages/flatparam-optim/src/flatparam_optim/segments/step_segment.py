@@ -139,9 +139,7 @@ class DividedSegment:
             return None
         numel = _piece_numel()
         parameters = torch.split(self.parameter.detach().view(-1), numel)
-        columns = {
-            name: self._divide(value, numel, len(parameters)) for name, value in state[self.parameter].items()
-        }
+        columns = {name: self._divide(value, numel, len(parameters)) for name, value in state[self.parameter].items()}
         assert self.parameter.grad is not None, "it has just been looked at"
         gradients = torch.split(self.parameter.grad.view(-1), numel)
         rows: Any = zip(*columns.values(), strict=True)

@@ -50,9 +50,7 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME=VALUE",
         help="for MODEL; repeatable",
     )
-    added.add_argument(
-        "--on-cpu", action="store_true", help="make the model on the CPU; by default on the meta device"
-    )
+    added.add_argument("--on-cpu", action="store_true", help="make the model on the CPU; by default on the meta device")
     added.add_argument(
         "--inputs",
         metavar="MODULE:FUNCTION",
@@ -65,15 +63,11 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _add_step(added: argparse.ArgumentParser) -> None:
     step = added.add_argument_group("a step")
-    step.add_argument(
-        "--batch", type=_positive, default=1, help="rows of a micro-batch on a rank (default: 1)"
-    )
+    step.add_argument("--batch", type=_positive, default=1, help="rows of a micro-batch on a rank (default: 1)")
     step.add_argument("--sequence", type=_positive, default=128, help="tokens of a row (default: 128)")
     step.add_argument("--accumulate", type=_positive, default=1, help="micro-batches of a step (default: 1)")
     step.add_argument("--clip", type=_norm, metavar="NORM", help="clip gradients to this norm")
-    step.add_argument(
-        "--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad or none"
-    )
+    step.add_argument("--optimizer", default="adamw", help="adamw (default), adam, sgd, momentum, adagrad or none")
     step.add_argument(
         "--checkpointing",
         action="append",
@@ -186,9 +180,7 @@ def _worlds(text: str) -> list[int]:
         return [_positive(each) for each in text.split(",")]
     sizes = [_positive(first)]
     if _positive(last) < sizes[0]:
-        raise argparse.ArgumentTypeError(
-            f"expected the smaller number of ranks first, as in 8..64, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected the smaller number of ranks first, as in 8..64, found {text!r}")
     while sizes[-1] * 2 <= _positive(last):
         sizes.append(sizes[-1] * 2)
     return sizes

@@ -59,9 +59,7 @@ def _check_output(chosen: argparse.Namespace) -> None:
     if chosen.profile is None and (chosen.svg or chosen.trace):
         raise ArgumentsError("a picture of a step needs its time: give --profile")
     if chosen.fit is not None and (chosen.compare or len(chosen.world) > 1):
-        raise ArgumentsError(
-            "--fit compares strategies itself, for one world size: give one --world, and no --compare"
-        )
+        raise ArgumentsError("--fit compares strategies itself, for one world size: give one --world, and no --compare")
     several = chosen.compare is not None or len(chosen.world) > 1
     for wrong, told in (
         (
@@ -89,9 +87,7 @@ def _check_output(chosen: argparse.Namespace) -> None:
             raise ArgumentsError(told)
     for path in (chosen.svg, chosen.trace):
         if path is not None and not path.parent.is_dir():
-            raise ArgumentsError(
-                f"expected a file in a folder that exists, found {str(path)!r}; make the folder first"
-            )
+            raise ArgumentsError(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
 
 
 def _fit(chosen: argparse.Namespace, program: TrainingProgram, setups: list[Setup]) -> int:
@@ -117,9 +113,7 @@ def _setups_of(chosen: argparse.Namespace) -> list[Setup]:
         raise ArgumentsError("give either several world sizes or several strategies to compare")
     device = chosen.device or ("cpu" if chosen.profile is None else device_of(chosen.profile))
     if chosen.check and device != "cpu":
-        raise ArgumentsError(
-            "--check runs on this CPU, and the plan is of an accelerator's schedule: add --device cpu"
-        )
+        raise ArgumentsError("--check runs on this CPU, and the plan is of an accelerator's schedule: add --device cpu")
     wrap: Any = tuple(chosen.wrap) if chosen.wrap else chosen.wrap_numel
     return [
         Setup(
@@ -336,17 +330,13 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
     transformers = importlib.import_module("transformers")
     if is_class:
         if not hasattr(transformers, name):
-            raise ArgumentsError(
-                f"expected a config class of transformers such as LlamaConfig, found {name!r}"
-            )
+            raise ArgumentsError(f"expected a config class of transformers such as LlamaConfig, found {name!r}")
         config = getattr(transformers, name)(**arguments)
     else:
         try:
             config = transformers.AutoConfig.for_model(name, **arguments)
         except ValueError as error:
-            raise ArgumentsError(
-                f"expected a model_type that transformers has, found {name!r}: {error}"
-            ) from error
+            raise ArgumentsError(f"expected a model_type that transformers has, found {name!r}: {error}") from error
 
     def make() -> nn.Module:
         try:
@@ -371,9 +361,7 @@ def _function_named(name: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ArgumentsError(
-            f"expected MODULE:FUNCTION that can be imported, found {name!r}: {error}"
-        ) from error
+        raise ArgumentsError(f"expected MODULE:FUNCTION that can be imported, found {name!r}: {error}") from error
     return found
 
 

@@ -37,9 +37,7 @@ def add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     # By default it would be the whole usage above.
     commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
-    draw = add_command(
-        commands, "draw", "draw the traces of one or more ranks as one SVG picture", __name__, "draw"
-    )
+    draw = add_command(commands, "draw", "draw the traces of one or more ranks as one SVG picture", __name__, "draw")
     draw.add_argument(
         "--all",
         action="store_true",
@@ -80,9 +78,7 @@ def diff(chosen: argparse.Namespace) -> int:
     rows = [["", first.title, second.title, "", ""]]
     differs = False
     for lane, name in [*mine, *(key for key in theirs if key not in mine)]:
-        (count, seconds), (others, other_seconds) = (
-            each.get((lane, name), (0, 0.0)) for each in (mine, theirs)
-        )
+        (count, seconds), (others, other_seconds) = (each.get((lane, name), (0, 0.0)) for each in (mine, theirs))
         differs = differs or count != others
         told = "" if count == others else f"{count} beside {others} times"
         factor = f"x {other_seconds / seconds:.2f}" if seconds and other_seconds else ""

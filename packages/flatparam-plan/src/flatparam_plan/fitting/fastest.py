@@ -374,9 +374,7 @@ def answer(asked: Asked, model: nn.Module, topology: Topology, kwargs: dict[str,
 
 def _setup(asked: Asked, topology: Topology, kwargs: dict[str, Any]) -> Setup:
     strategy = next(name for name, each in STRATEGIES.items() if each is kwargs["sharding_strategy"])
-    mixed, offload, backward = (
-        kwargs[name] for name in ("mixed_precision", "cpu_offload", "backward_prefetch")
-    )
+    mixed, offload, backward = (kwargs[name] for name in ("mixed_precision", "cpu_offload", "backward_prefetch"))
     dtypes = ("param_dtype", "reduce_dtype", "buffer_dtype")
     settings: dict[str, Any] = {name: getattr(mixed, name, None) for name in dtypes}
     return Setup(

@@ -54,9 +54,7 @@ class Fitted:
             )
         lines = [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows)]
         if any("measured" in row[-1] for row in rows):
-            lines += [
-                "measured: from steps that were run here, in turn; the others from numbers that fit such steps"
-            ]
+            lines += ["measured: from steps that were run here, in turn; the others from numbers that fit such steps"]
         if self.best.prediction is not None:
             lines += [self.best.prediction.certainty]
         if self.best.notes:
@@ -126,9 +124,7 @@ def choices_of(plan: Plan, before: Plan, plain: Plan, memory: int) -> tuple[str,
         lines.append(f"{_named([unit.facts.name for unit in group])}: {told}")
     root = plan.units[0].facts
     if root.numel:
-        lines.append(
-            f"{root.name}: the other parameters, full from the forward to the end of the backward pass"
-        )
+        lines.append(f"{root.name}: the other parameters, full from the forward to the end of the backward pass")
     names = plan.setup.checkpointing
     if names:
         lines.append(f"activations recomputed: {_named(names)}")

@@ -81,9 +81,7 @@ class Profile:
             values: dict[str, Any] = {name: found[name] for name in ("name", "source", "device", "flops")}
             values |= {name: float(found[name]) for name in ("memory", "memory_bandwidth", "launch")}
             values |= {name: Way(**found[name]) for name in ("link", "network")}
-            values |= {
-                f"{name}_efficiency": float(part) for name, part in found.get("efficiency", {}).items()
-            }
+            values |= {f"{name}_efficiency": float(part) for name, part in found.get("efficiency", {}).items()}
             return cls(**values, host=float(found["host"]["bandwidth"]))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(

@@ -52,9 +52,7 @@ def timed_here(ways: Sequence[tuple[TrainingProgram, Setup]]) -> list[Timings]:
 def _timed(ways: Sequence[tuple[TrainingProgram, Setup]], rank: int, store: str) -> list[Timings]:
     """Run the steps on one rank, and return their times."""
     first = ways[0][1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=first.world_size
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=first.world_size)
     group: Any = SingleCollectives()
     if first.world_size > 1:
         group = resolve_topology("shared_memory" if first.transport == "shared_memory" else None).shard
@@ -173,9 +171,7 @@ def _on_forked_ranks(world_size: int, work: Callable[[int, str], Any]) -> list[A
         warnings.simplefilter("ignore", DeprecationWarning)
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(
-                target=_be_a_rank, args=(rank, os.path.join(folder, "store"), work, sending), daemon=True
-            )
+            context.Process(target=_be_a_rank, args=(rank, os.path.join(folder, "store"), work, sending), daemon=True)
             for rank, (_, sending) in enumerate(pipes)
         ]
         for rank in ranks:

@@ -76,8 +76,7 @@ class Stretches:
             what = _what(entry, kinds)
             units = tuple(kinds.get(step[each].unit) for each in kernels)
             estimates = [
-                sum(of_work[number] for number in found.kernels[step[each].start : step[each].stop])
-                for each in kernels
+                sum(of_work[number] for number in found.kernels[step[each].start : step[each].stop]) for each in kernels
             ]
             mark = None if entry is None else place
             stretches.append(_Stretch((before, units, what), kernels, estimates, mark, what))
@@ -243,9 +242,7 @@ class ClockedCollectives(ForwardingCollectives):
         begin = time.perf_counter()
         return self._issued(begin, self.inner.all_gather(output, shard, label=label))
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce and scatter by `inner`, and note when that was issued."""
         begin = time.perf_counter()
         return self._issued(begin, self.inner.reduce_scatter(output, full, op=op, label=label))

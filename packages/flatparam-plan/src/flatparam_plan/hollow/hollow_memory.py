@@ -158,11 +158,7 @@ class HollowMemory(TorchDispatchMode):
     def _note_real(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if (
-            nbytes
-            and not self._start <= storage.data_ptr() < self._stop
-            and not hasattr(storage, "_hollow_block")
-        ):
+        if nbytes and not self._start <= storage.data_ptr() < self._stop and not hasattr(storage, "_hollow_block"):
             vars(storage)["_hollow_block"] = Block(self.log, nbytes, self._unknown, storage.data_ptr())
 
     def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -257,9 +253,7 @@ class HollowMemory(TorchDispatchMode):
             return self._composed(func, args, kwargs, sys._getframe(1))
         return self._dispatched(func, args, kwargs)
 
-    def _composed(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
-    ) -> Any:
+    def _composed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Any:
         """Return the results of an operation that torch may write in place if nobody watches."""
         written = self._composing.in_place(func, args, frame)
         if written is not None:
@@ -315,9 +309,7 @@ class HollowMemory(TorchDispatchMode):
         shapes = operands_of(on_meta(func, args, kwargs))
         return self._make(shapes[0])
 
-    def _write(
-        self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool
-    ) -> Any:
+    def _write(self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool) -> Any:
         """Return an operation that only writes to tensors which are there."""
         written = trait.written(args, kwargs)
         if not hollow:
@@ -337,9 +329,7 @@ class HollowMemory(TorchDispatchMode):
             return None
         return written[0] if trait.returns == 1 else tuple(written)
 
-    def _compute(
-        self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool
-    ) -> Any:
+    def _compute(self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hollow: bool) -> Any:
         """Return an operation that makes new tensors."""
         wanted = kwargs.get("device")
         if wanted is not None and torch.device(wanted).type != "cpu":
@@ -383,9 +373,7 @@ class HollowMemory(TorchDispatchMode):
         if self._on_kernel is not None:
             self._on_kernel(known[1])
 
-    def _shapes_of_results(
-        self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Shapes:
+    def _shapes_of_results(self, trait: Trait, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
         """Return the results of the operation on the meta device; equal arguments are looked at once."""
         shapes = self._shapes.get(key)
         if shapes is not None:

@@ -205,10 +205,7 @@ def _by_name(kernel: Kernel) -> int | None:
         return _of_layer_norm_backward(kernel)
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         return _of_attention(kernel.args[0], kernel.args[1])
-    if (
-        name == "_scaled_dot_product_flash_attention_for_cpu_backward"
-        and kernel.args[1].dtype == torch.float32
-    ):
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward" and kernel.args[1].dtype == torch.float32:
         return _of_attention_backward(kernel)
     if name in ("mm", "addmm", "bmm", "baddbmm") and kernel.results[0].dtype in (
         torch.float32,
@@ -275,11 +272,7 @@ def _of_foreach(kernel: Kernel) -> int | None:
     """On the CPU a loop over the tensors, one of which takes most."""
     operation = {"_foreach_add_": "add", "_foreach_mul_": "mul", "_foreach_div_": "div"}
     scalar = next((each for each in kernel.args[1:2] if isinstance(each, (int, float))), None)
-    if (
-        scalar is not None
-        and kernel.operation._schema.name.partition("::")[2] in operation
-        and kernel.args[0]
-    ):
+    if scalar is not None and kernel.operation._schema.name.partition("::")[2] in operation and kernel.args[0]:
         return max(
             _NUMBER_NBYTES + (each.itemsize if each.dtype not in (torch.float64, torch.int64) else 0)
             for each in kernel.args[0]

@@ -129,9 +129,7 @@ def tried(kernel: Kernel) -> Trial | None:
         if state is not None:
             torch.default_generator.set_state(state)
     makes = any(each.alias_info is None for each in kernel.operation._schema.returns)
-    sizes = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in operands_of(results)
-    }
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in operands_of(results)}
     kept = sum(sizes.values()) if makes else 0
     return Trial(max(0, found.peak - kept), _on_meta(results))
 
@@ -151,9 +149,7 @@ def _on_meta(results: tuple[Any, ...]) -> tuple[Any, ...]:
             return value
         own = value.untyped_storage()
         if own.data_ptr() not in storages or not own.nbytes():
-            storages[own.data_ptr()] = torch.empty(
-                own.nbytes(), dtype=torch.uint8, device="meta"
-            ).untyped_storage()
+            storages[own.data_ptr()] = torch.empty(own.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
         made = torch.empty(0, dtype=value.dtype, device="meta")
         return made.set_(storages[own.data_ptr()], value.storage_offset(), value.shape, value.stride())
 

@@ -65,11 +65,7 @@ class _Extension:
         if changed is None:
             return None
         insertions = sorted(
-            (
-                (each.at, number, each)
-                for number, growth in enumerate(self.growths)
-                for each in growth.insertions
-            ),
+            ((each.at, number, each) for number, growth in enumerate(self.growths) for each in growth.insertions),
             key=lambda item: item[:2],
         )
         at = 0
@@ -124,9 +120,7 @@ class _Extension:
 
     def _named(self, run: int, number: int) -> str:
         chosen = self.short.runs[run]
-        return (
-            f"{chosen.container}.{chosen.start + number}" if chosen.container else str(chosen.start + number)
-        )
+        return f"{chosen.container}.{chosen.start + number}" if chosen.container else str(chosen.start + number)
 
     def _repeat(self, written: Written, run: int, insertion: Insertion) -> None:
         """Write what a run's further blocks do."""
@@ -278,9 +272,7 @@ def _grown_costs(
         StepCosts(
             peaks_of_steps[number],
             {
-                op: Totals(
-                    *(facts[f"{op} {what} in step {number + 1}"] for what in ("calls", "bytes", "bytes sent"))
-                )
+                op: Totals(*(facts[f"{op} {what} in step {number + 1}"] for what in ("calls", "bytes", "bytes sent")))
                 for op in step.collectives
             },
         )

@@ -256,9 +256,7 @@ def shortened(
     for container in dict.fromkeys(run.container for run in runs):
         kept[container], numbers[container] = [], []
         for old in range(len(modules[container]._modules)):
-            found = [
-                n for n, run in enumerate(runs) if run.container == container and run.start <= old < run.stop
-            ]
+            found = [n for n, run in enumerate(runs) if run.container == container and run.start <= old < run.stop]
             if not found:
                 place = (-1, old)
             elif (at := old - runs[found[0]].start) < counts[found[0]]:
@@ -294,15 +292,11 @@ class _FewerNames:
         if isinstance(wrap, NamedUnits):
             frees = {new: wrap.frees[old] for old, new in self._pairs(wrap.frees)}
             wrap = attrs.evolve(wrap, frees=frees)
-        return attrs.evolve(
-            setup, wrap=wrap, checkpointing=tuple(new for _, new in self._pairs(setup.checkpointing))
-        )
+        return attrs.evolve(setup, wrap=wrap, checkpointing=tuple(new for _, new in self._pairs(setup.checkpointing)))
 
     def _pairs(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yield the names that are left, old and new."""
-        places = {
-            container: {old: new for new, old in enumerate(olds)} for container, olds in self.kept.items()
-        }
+        places = {container: {old: new for new, old in enumerate(olds)} for container, olds in self.kept.items()}
         for name in names:
             new = name
             for container, at in places.items():

@@ -94,9 +94,7 @@ class LoneRank:
         self.tell("moved", pending.call)
         return pending
 
-    def reduce_scatter(
-        self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = ""
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Copy this rank's slice of `full` to `output`."""
         pending = self._issue("reduce_scatter", label, full)
         held: tuple[Tensor, ...] = ()

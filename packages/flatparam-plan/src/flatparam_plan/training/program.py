@@ -64,9 +64,7 @@ class TrainingProgram:
         """
         build = functools.partial(copy.deepcopy, model) if isinstance(model, nn.Module) else model
         if inputs is None:
-            make: Callable[[nn.Module], Inputs] = functools.partial(
-                tokens_for, batch=batch, sequence=sequence
-            )
+            make: Callable[[nn.Module], Inputs] = functools.partial(tokens_for, batch=batch, sequence=sequence)
         elif callable(inputs) and not isinstance(inputs, Tensor):
             given = inputs
             make = lambda _: given(batch, sequence)  # noqa: E731
@@ -170,9 +168,7 @@ class Trained:
     """How the program is trained, other than the model says."""
 
 
-def train(
-    program: TrainingProgram, setup: Setup, topology: Topology, watcher: Watcher, *, steps: int
-) -> Trained:
+def train(program: TrainingProgram, setup: Setup, topology: Topology, watcher: Watcher, *, steps: int) -> Trained:
     """Build, wrap and train on the ranks of `topology`, for real or in hollow memory."""
     with watcher.stage("building", 0):
         with Blank():

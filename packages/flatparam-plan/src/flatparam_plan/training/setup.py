@@ -110,9 +110,7 @@ class Setup:
         name, _, number = self.strategy.partition(":")
         if not name.startswith("hybrid"):
             if number:
-                raise PlanError(
-                    f"strategy: only the hybrid ones take a number of ranks, found {self.strategy!r}"
-                )
+                raise PlanError(f"strategy: only the hybrid ones take a number of ranks, found {self.strategy!r}")
             return 1 if strategy is ShardingStrategy.NO_SHARD else self.world_size
         if number and not number.isdecimal():
             raise PlanError(f"strategy: expected a number of ranks as in hybrid:8, found {self.strategy!r}")
@@ -256,13 +254,9 @@ def _modules_named(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
     named = [name for name in names if name in modules]
     for name in names:
         if "." in name and name not in modules:
-            raise PlanError(
-                f"the model has no module named {name!r}; give a name of named_modules(), or a class"
-            )
+            raise PlanError(f"the model has no module named {name!r}; give a name of named_modules(), or a class")
     classes = classes_named(model, [name for name in names if name not in modules])
-    return {modules[name] for name in named} | {
-        each for each in modules.values() if isinstance(each, classes)
-    }
+    return {modules[name] for name in named} | {each for each in modules.values() if isinstance(each, classes)}
 
 
 def recompute(model: nn.Module, names: Iterable[str]) -> None:

@@ -52,8 +52,7 @@ def agree_on_deed(topology: Topology, deed: Deed) -> None:
 
 def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
     deeds = [
-        (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}")
-        for r, deed in enumerate(everyone)
+        (r, f"was at {'the end of its pass' if deed is None else f'the {deed}'}") for r, deed in enumerate(everyone)
     ]
     between = [str(deed) for deed in everyone if deed is not None and deed.kind == "step"]
     if any(each.startswith(STEP) for each in between):

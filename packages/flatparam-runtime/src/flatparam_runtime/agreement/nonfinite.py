@@ -62,9 +62,7 @@ class NonfiniteGuard:
     """The message about the gradients that were found."""
     _is_counted: bool = False
     """Whether the steps after the last pass were counted."""
-    _computed: list[tuple[Acting, FlatParamHandle, list[tuple[int, tuple[Tensor, ...]]]]] = attrs.field(
-        factory=list
-    )
+    _computed: list[tuple[Acting, FlatParamHandle, list[tuple[int, tuple[Tensor, ...]]]]] = attrs.field(factory=list)
     """Of each reduction of the pass: the unit, the flat parameter, and the extremes of this rank's own gradients."""
 
     @classmethod
@@ -119,17 +117,9 @@ class NonfiniteGuard:
         # The gradients of parameters that wait for those of other ranks are given by now.
         everyone = topology.exchange((origins[:_TOLD], reduced[:_TOLD]), label="not finite")
         told = said_by_ranks(
-            [
-                (rank, f"has computed that of {', '.join(names)}")
-                for rank, (names, _) in enumerate(everyone)
-                if names
-            ]
+            [(rank, f"has computed that of {', '.join(names)}") for rank, (names, _) in enumerate(everyone) if names]
         ) or said_by_ranks(
-            [
-                (rank, f"has the sum of {', '.join(names)}")
-                for rank, (_, names) in enumerate(everyone)
-                if names
-            ]
+            [(rank, f"has the sum of {', '.join(names)}") for rank, (_, names) in enumerate(everyone) if names]
         )
         self._told = f"gradients are infinite or not a number: {told}"
         if self.raises:

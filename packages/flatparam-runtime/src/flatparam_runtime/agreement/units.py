@@ -88,10 +88,7 @@ def _different_models(numbers: Sequence[int], root: Unit, rank: int) -> str:
     kind = type(root.module).__name__
     return told_by_ranks(
         f"rank {rank}: the ranks call different models first",
-        [
-            (r, f"calls the {kind} that is unit {number + 1} of those it sharded")
-            for r, number in enumerate(numbers)
-        ],
+        [(r, f"calls the {kind} that is unit {number + 1} of those it sharded") for r, number in enumerate(numbers)],
         "every rank must shard the same models in the same order, and call them in the same order",
     )
 
@@ -165,9 +162,7 @@ def _facts(unit: Unit) -> Iterator[_Fact]:
 
 
 def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
-    place = next(
-        i for i in range(max(map(len, everyone)) + 1) if len({_at(facts, i) for facts in everyone}) > 1
-    )
+    place = next(i for i in range(max(map(len, everyone)) + 1) if len({_at(facts, i) for facts in everyone}) > 1)
     return told_by_ranks(
         f"rank {rank}: the ranks have different models",
         [(r, f"has {_told(_at(facts, place))}") for r, facts in enumerate(everyone)],

@@ -31,9 +31,7 @@ def gather_full(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> tor
 
 def full_views(handle: FlatParamHandle, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the parameters in `full` (1-D, `layout.numel` elements), each in its shape, as views."""
-    return tuple(
-        full.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start) for slot in handle.layout.slots
-    )
+    return tuple(full.as_strided(slot.spec.shape, slot.spec.stride, slot.span.start) for slot in handle.layout.slots)
 
 
 @contextlib.contextmanager

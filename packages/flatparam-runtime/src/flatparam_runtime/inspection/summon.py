@@ -13,9 +13,9 @@ from typing_extensions import Self
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Residency
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown
-from flatparam_runtime.inspection.summoned import Wishes
 from flatparam_runtime.optimizers.clip import grad_parts
 from flatparam_runtime.unit import Phase, Unit, unit_of, units_in
+from flatparam_runtime.unit.phases import Wishes
 
 
 @contextlib.contextmanager

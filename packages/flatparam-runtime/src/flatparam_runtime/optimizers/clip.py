@@ -144,14 +144,8 @@ def _blame(module: nn.Module) -> str:
     """Return the first gradients of each rank that are not finite; every rank calls it."""
     units = units_in(module)
     found = [name for unit in units for name in nonfinite_names(unit)]
-    everyone = (
-        units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite") if units else [found]
-    )
-    told = [
-        f"rank {rank} has such a gradient of {', '.join(names)}"
-        for rank, names in enumerate(everyone)
-        if names
-    ]
+    everyone = units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite") if units else [found]
+    told = [f"rank {rank} has such a gradient of {', '.join(names)}" for rank, names in enumerate(everyone) if names]
     return f" ({'; '.join(told[:_TOLD])})" if told else ""
 
 

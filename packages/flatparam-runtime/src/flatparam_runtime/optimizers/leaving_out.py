@@ -20,9 +20,7 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _OF_SCALER: Final = "found_inf"
 
 
-def step_instead(
-    optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Arguments | None:
+def step_instead(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
     """The arguments to step with instead, if the gradients of the last pass, or of the closure's, are not finite.
 
     The step is left out by stepping a twin that has no parameters: nothing changes, the gradients neither.

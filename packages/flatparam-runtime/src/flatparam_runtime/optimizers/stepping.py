@@ -290,6 +290,4 @@ def _hyper_parameters(group: Mapping[str, Any]) -> str:
     """Return the hyper-parameters of a group that are plain values: reading a tensor on a device would wait for it."""
     plain = ((name, value) for name, value in group.items() if isinstance(value, _PLAIN))
     # NumPy's floats are floats, and look otherwise.
-    return ", ".join(
-        f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in plain
-    )
+    return ", ".join(f"{name}={float(value) if isinstance(value, float) else value!r}" for name, value in plain)

@@ -204,9 +204,7 @@ def _as_many_as_fit(units: Iterable[Unit], least: int) -> Iterator[Unit]:
 @profiled("_to_kwargs")
 def _prepared(unit: Unit, call: ForwardCall, inputs: Any) -> Any:
     """Return the inputs on the device of the tree's parameters and in the dtype that the unit computes in."""
-    holding = (
-        next((each for each in (unit, *tree_of(unit).units) if each.handles), None) if call.is_top else None
-    )
+    holding = next((each for each in (unit, *tree_of(unit).units) if each.handles), None) if call.is_top else None
     if holding is not None:
         # Without waiting, the host would compute with inputs that have not landed.
         device, waits = holding.device, holding.device.type == "cpu"
@@ -413,9 +411,7 @@ def _hook_every_leaf(unit: Unit) -> None:
             watch.hook(watch.unhooked)
 
 
-def _before_backward(
-    unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...], *, again: bool = False
-) -> None:
+def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...], *, again: bool = False) -> None:
     tree = tree_of(unit)
     (tree.living_backward() or tree.begin_backward()).enter(unit, call, again=again)
 

@@ -73,9 +73,7 @@ def _is_for_words() -> bool:
     return False
 
 
-def _lend(
-    tree: UnitTree, unit: Unit, reader: Unit, fqn: str, watch: Callable[[UnitTree, Unit], None]
-) -> None:
+def _lend(tree: UnitTree, unit: Unit, reader: Unit, fqn: str, watch: Callable[[UnitTree, Unit], None]) -> None:
     call = reader.calls[-1]
     for other in list(call.lent):
         take_back_unused(reader, call, other)

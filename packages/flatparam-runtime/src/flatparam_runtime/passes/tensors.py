@@ -83,9 +83,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         changed.update(pairs)
         return changed
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
-        }
+        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         if all(new is getattr(value, name) for name, new in fields.items()):
             return value
         return dataclasses.replace(value, **fields)

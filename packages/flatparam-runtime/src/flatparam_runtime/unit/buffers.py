@@ -49,9 +49,7 @@ class UnitBuffers:
         names = {module: name for name, module in unit_module.named_modules()}
         return cls(
             tuple(
-                _Site(
-                    weakref.ref(module), name, clean_fqn(f"{names[module]}.{name}" if names[module] else name)
-                )
+                _Site(weakref.ref(module), name, clean_fqn(f"{names[module]}.{name}" if names[module] else name))
                 for module in modules
                 for name, buffer in module._buffers.items()
                 if buffer is not None and buffer.is_floating_point()

@@ -52,9 +52,7 @@ class LeafWatch:
     """The stream that was current when `nodes` were made; they accumulate on it."""
 
     @classmethod
-    def over(
-        cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]], stream: int = 0
-    ) -> Self:
+    def over(cls, handle: FlatParamHandle, arrived: Callable[[int], Callable[[Tensor], Any]], stream: int = 0) -> Self:
         """Return a watch over the present leaves of `handle`; `arrived` makes the hook of a leaf, by its index."""
         leaves = handle.leaves
         nodes = [accumulation_node(leaf) for leaf in leaves]
@@ -84,9 +82,7 @@ class LeafWatch:
         """Return the leaves without a hook whose gradient the running backward pass has yet to compute."""
         if not any(map(operator.is_, map(_GRAD, self.leaves), itertools.repeat(None))):
             return []
-        return [
-            index for index in self.unhooked if self.leaves[index].grad is None and self.will_arrive(index)
-        ]
+        return [index for index in self.unhooked if self.leaves[index].grad is None and self.will_arrive(index)]
 
     def will_arrive(self, index: int) -> bool:
         """Return whether the running backward pass computes, or has computed, the gradient of leaf `index`."""

@@ -28,9 +28,7 @@ def register_unit(module: nn.Module, unit: Unit) -> None:
         _HOLDERS[handle] = weakref.ref(unit)
 
 
-_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = (
-    weakref.WeakKeyDictionary()
-)
+_HOLDERS: weakref.WeakKeyDictionary[FlatParamHandle, weakref.ReferenceType[Unit]] = weakref.WeakKeyDictionary()
 
 
 def holder_of(handle: FlatParamHandle) -> Unit | None:

@@ -24,11 +24,10 @@ from flatparam_comm import (
     Topology,
 )
 from flatparam_runtime.agreement.fingerprint import Fingerprint
-from flatparam_runtime.inspection.summoned import Summoned
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.module import UnitModule, next_number
 from flatparam_runtime.unit.observers import Observers
-from flatparam_runtime.unit.phases import PHASES, Phase
+from flatparam_runtime.unit.phases import PHASES, Phase, Summoned
 from flatparam_runtime.unit.plan import UnitPlan
 
 _CPU: Final = torch.device("cpu")
@@ -241,9 +240,7 @@ class Unit:
     @property
     def was_given_data(self) -> bool:
         """Whether somebody has given a parameter other data (`.data =`) since the unit was gathered."""
-        return self.plan.notices_replacement and any(
-            handle.exposure.was_given_data for handle in self.handles
-        )
+        return self.plan.notices_replacement and any(handle.exposure.was_given_data for handle in self.handles)
 
     def follow_training(self) -> None:
         """Have full parameters that stayed since the last pass require gradients as the user's parameters do now."""

@@ -66,11 +66,7 @@ def drop_waiting_of(parameters: Iterable[Tensor]) -> None:
 def _forget_weights(dropped: Iterable[Unit]) -> None:
     """Forget the weights of micro-batches of which no gradient is left, now that those of some units are dropped."""
     for weighing in {unit.reducer.weighing for unit in dropped}:
-        left = (
-            unit
-            for unit in WAITING
-            if unit.reducer.weighing is weighing and unit.reducer.has_left(unit.handles)
-        )
+        left = (unit for unit in WAITING if unit.reducer.weighing is weighing and unit.reducer.has_left(unit.handles))
         if weighing is not None and not any(left):
             weighing.reset()
 

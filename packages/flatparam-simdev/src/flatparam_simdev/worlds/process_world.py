@@ -58,9 +58,7 @@ class _Child:
     @property
     def failed(self) -> bool:
         """Whether the child ended without a result, or reported an error."""
-        return (self.ended and self.report is None) or (
-            self.report is not None and self.report.result is None
-        )
+        return (self.ended and self.report is None) or (self.report is not None and self.report.result is None)
 
     def stacks(self) -> str:
         """Return the stacks that the child wrote at the last signal; it may be too early for any."""
@@ -98,16 +96,11 @@ def run_processes(
     outlives the call. The operating system must support fork.
     """
     if world_size < 1:
-        raise ValueError(
-            f"run_processes: expected a world of one or more ranks, found world_size={world_size}"
-        )
+        raise ValueError(f"run_processes: expected a world of one or more ranks, found world_size={world_size}")
     function = FunctionReference.of(fn)
     payload = pickle.dumps(args)
     with tempfile.TemporaryDirectory(prefix="flatparam-world-") as directory:
-        plans = [
-            ChildPlan(rank, world_size, function, payload, directory, pg_timeout)
-            for rank in range(world_size)
-        ]
+        plans = [ChildPlan(rank, world_size, function, payload, directory, pg_timeout) for rank in range(world_size)]
         children: list[_Child] = []
         try:
             for plan in plans:
@@ -125,9 +118,7 @@ def run_processes(
 def _start(plan: ChildPlan) -> _Child:
     context = multiprocessing.get_context("forkserver")
     # Only the first call in a process has an effect: the server runs from then on.
-    context.set_forkserver_preload(
-        [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
-    )
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_child, args=(plan, theirs), name=f"rank-{plan.rank}")
     process.start()
@@ -193,9 +184,7 @@ def _death(child: _Child, size: int) -> RankDied:
     exitcode = child.process.exitcode
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        return RankDied(
-            rank, f"rank {rank} of {size} was killed by {name} before it had a result", exitcode, name
-        )
+        return RankDied(rank, f"rank {rank} of {size} was killed by {name} before it had a result", exitcode, name)
     message = f"rank {rank} of {size} ended with exit code {exitcode} before it had a result"
     return RankDied(rank, message, -1 if exitcode is None else exitcode, "")
 
@@ -239,9 +228,7 @@ def run_on_device(world_size: int, function: Callable[..., T], *args: Any, timeo
     """
     build.built()
     reference, payload = FunctionReference.of(function), pickle.dumps(args)
-    return run_processes(
-        world_size, _as_rank, reference, payload, timeout, timeout=timeout, pg_timeout=timeout / 2
-    )
+    return run_processes(world_size, _as_rank, reference, payload, timeout, timeout=timeout, pg_timeout=timeout / 2)
 
 
 def _as_rank(collectives: Any, reference: FunctionReference, payload: bytes, timeout: float) -> Any:

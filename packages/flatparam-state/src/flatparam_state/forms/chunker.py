@@ -49,9 +49,7 @@ class OwnChunker:
     def chunk_over(self, full: torch.Tensor, group: Collectives) -> Any:
         """Return a `ShardedTensor` over `group`."""
         tiling = Tiling.of_chunks(full.shape, group.size)
-        parts = [
-            box.of(full).clone(memory_format=torch.contiguous_format) for box in tiling.of_rank(group.rank)
-        ]
+        parts = [box.of(full).clone(memory_format=torch.contiguous_format) for box in tiling.of_rank(group.rank)]
         return tiling.sharded_tensor(parts, full.dtype, group)
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
@@ -72,9 +70,7 @@ class OwnChunker:
         if full.dim():
             placements[cut] = Shard(0)
         shape, stride = full.shape, full.stride()
-        return DTensor.from_local(
-            local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
         """Return this rank's shards of `tensor`, by the offsets that its metadata give them."""
@@ -107,9 +103,7 @@ def local_shape(value: Any, dims: int) -> tuple[int, ...]:
 
     mesh, outer = value.device_mesh, value.device_mesh.ndim - dims
     inner = mesh if outer <= 0 else mesh[mesh.mesh_dim_names[outer:]]
-    return tuple(
-        compute_local_shape_and_global_offset(value.shape, inner, value.placements[max(outer, 0) :])[0]
-    )
+    return tuple(compute_local_shape_and_global_offset(value.shape, inner, value.placements[max(outer, 0) :])[0])
 
 
 def is_chunked_over(value: Any, group: Collectives) -> bool:

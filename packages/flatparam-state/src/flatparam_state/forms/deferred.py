@@ -141,8 +141,6 @@ class ValuesLater:
         return id(tensor) in self._known
 
     @classmethod
-    def of(
-        cls, tensors: Sequence[Tensor], function: Callable[[nn.Module], None] | None = None
-    ) -> ValuesLater:
+    def of(cls, tensors: Sequence[Tensor], function: Callable[[nn.Module], None] | None = None) -> ValuesLater:
         """Leave out these tensors."""
         return cls(frozenset(map(id, tensors)), tensors, function)

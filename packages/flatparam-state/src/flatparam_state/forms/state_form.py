@@ -133,9 +133,7 @@ class StateForm:
             mine = {index: parts[index].view(()).cpu() for index in scalars if parts[index].numel()}
             everyone = group.exchange(mine, label="0-d state")
             values = {
-                index: value.to(self.device or shard.device)
-                for each in everyone
-                for index, value in each.items()
+                index: value.to(self.device or shard.device) for each in everyone for index, value in each.items()
             }
         return [
             self.owned(Wanted.of_parameter(place, index), part, place, empty_parts=self.empty_parts)
@@ -144,15 +142,12 @@ class StateForm:
             for index, part in enumerate(parts)
         ]
 
-    def owned(
-        self, wanted: Wanted, elements: torch.Tensor, place: Place, *, empty_parts: bool = False
-    ) -> Any:
+    def owned(self, wanted: Wanted, elements: torch.Tensor, place: Place, *, empty_parts: bool = False) -> Any:
         """The `ShardedTensor` of which this rank holds `elements` (1-D, in memory order), copied; nothing is moved."""
         tiling = wanted.tiling
         views = cut(wanted.spec, tiling.of_rank(wanted.rank), elements)
         parts = [
-            view.to(self.device or view.device, copy=True, memory_format=torch.contiguous_format)
-            for view in views
+            view.to(self.device or view.device, copy=True, memory_format=torch.contiguous_format) for view in views
         ]
         group = place.unit.topology.shard
         return tiling.sharded_tensor(parts, elements.dtype, group, empty_parts=empty_parts)

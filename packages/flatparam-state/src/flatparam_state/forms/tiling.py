@@ -217,9 +217,7 @@ def _ranks_in(group: Collectives) -> dict[int, int]:
     process_group = process_group_of(group)
     if process_group is None:
         return {rank: rank for rank in range(group.size)}
-    return {
-        rank: number for number, rank in enumerate(torch.distributed.get_process_group_ranks(process_group))
-    }
+    return {rank: number for number, rank in enumerate(torch.distributed.get_process_group_ranks(process_group))}
 
 
 def _placement(rank: int, device: torch.device) -> str:

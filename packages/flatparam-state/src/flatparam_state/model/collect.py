@@ -57,11 +57,7 @@ class StandIns:
     def resolve(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
         """Put the values into `state`, in which the model's names begin with `prefix`."""
         for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and type(value) in (torch.Tensor, nn.Parameter)
-                and value.is_meta
-            ):
+            if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, nn.Parameter) and value.is_meta:
                 state[key] = self._values.get(value.untyped_storage()._cdata, value)
         state.update((prefix + key, value) for key, value in self._added.items())
         metadata = getattr(state, "_metadata", None)
@@ -112,8 +108,7 @@ def _values(place: Place, form: StateForm, stand_ins: StandIns) -> list[nn.Param
     if form.kind is FormKind.FULL:
         full = _full(place, form.device, form.keeps(place))
         return [
-            nn.Parameter(handle.present(index, tensor), requires_grad=False)
-            for index, tensor in enumerate(full)
+            nn.Parameter(handle.present(index, tensor), requires_grad=False) for index, tensor in enumerate(full)
         ] or [None] * len(place.fqns)
     if form.kind is FormKind.LOCAL:
         return [None] * len(place.fqns)
@@ -193,7 +188,5 @@ def own_part(place: Place, index: int) -> torch.Tensor:
     handle = place.handle
     fragment = handle.layout.fragment(index, handle.rank)
     if place.unit.showing.pins:
-        return memory_view(handle.leaves[index].detach(), handle.layout.slots[index].spec)[
-            fragment.in_param.as_slice()
-        ]
+        return memory_view(handle.leaves[index].detach(), handle.layout.slots[index].spec)[fragment.in_param.as_slice()]
     return handle.flat_param.detach()[fragment.in_shard.as_slice()]

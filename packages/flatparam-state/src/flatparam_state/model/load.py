@@ -31,9 +31,7 @@ from flatparam_state.model.collect import IN_FLAT, local_name
 from flatparam_state.places import Place, places_in
 from flatparam_state.ranks import checksums, refused_anywhere
 
-_OURS: Final = frozenset(
-    {"flatparam", "flatparam_state", "flatparam_runtime", "flatparam_comm", "flatparam_core"}
-)
+_OURS: Final = frozenset({"flatparam", "flatparam_state", "flatparam_runtime", "flatparam_comm", "flatparam_core"})
 _READS_STATE_ONLY: Final = _OURS | {"torch", "bitsandbytes", "peft"}
 """The packages whose code does not look at the parameters of the module that is loaded."""
 
@@ -180,9 +178,7 @@ class ModelLoad:
             if modules is None or owner in modules:
                 flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
         for module in {*named, *flat, *(modules or ())}:
-            loading.watch(
-                module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {}))
-            )
+            loading.watch(module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {})))
             loading._report_to(module)
         return loading
 
@@ -242,14 +238,10 @@ class ModelLoad:
         if not metadata.get("assign_to_params_buffers", False) and module not in self.shown.modules:
             self._take_plain(module, parameters.keys(), state, prefix)
 
-    def _take_plain(
-        self, module: nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str
-    ) -> None:
+    def _take_plain(self, module: nn.Module, sharded: Collection[str], state: dict[str, Any], prefix: str) -> None:
         """Take what is not sharded, if it fits; the rest is left for torch to refuse."""
         buffers = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
+            name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
         }
         for name, target in {**module._parameters, **buffers}.items():
             value = state.get(prefix + name)
@@ -266,9 +258,7 @@ class ModelLoad:
             self._copies.append((target, wanted, value))
             return
         self.refused = True
-        errors.append(
-            f"parameter {clean_fqn(key)!r}: expected a tensor of shape {wanted.spec.shape}, found {found}."
-        )
+        errors.append(f"parameter {clean_fqn(key)!r}: expected a tensor of shape {wanted.spec.shape}, found {found}.")
 
     def _check_order(self, place: Place, key: str, saved: Sequence[str] | None, errors: list[str]) -> None:
         """Refuse a flat parameter in which the parameters are not in the same order; warn if nothing tells."""

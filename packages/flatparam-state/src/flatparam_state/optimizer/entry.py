@@ -76,9 +76,7 @@ class PerRank:
 
     def to_entry(self) -> dict[str, Any]:
         """Return the entry of a state dict; see `PER_RANK`."""
-        return {
-            PER_RANK: [{"interval": [part.start, part.stop], "value": value} for part, value in self.values]
-        }
+        return {PER_RANK: [{"interval": [part.start, part.stop], "value": value} for part, value in self.values]}
 
     @classmethod
     def from_entry(cls, entry: Mapping[str, Any]) -> Self:
@@ -123,11 +121,7 @@ def spread_out(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
             found[name] = value.tolist()
         else:
             found[name] = value
-    return (
-        found
-        if found.keys() != values.keys() or any(found[key] is not values[key] for key in found)
-        else values
-    )
+    return found if found.keys() != values.keys() or any(found[key] is not values[key] for key in found) else values
 
 
 def _is_of(scales: Any, codes: Any) -> bool:

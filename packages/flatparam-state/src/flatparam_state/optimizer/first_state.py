@@ -116,9 +116,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _of_torch(
-    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], small: torch.Tensor
-) -> dict[str, Any]:
+def _of_torch(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], small: torch.Tensor) -> dict[str, Any]:
     """The states that an optimizer of torch will make for a parameter like `small`; empty for any other optimizer."""
     inner = innermost(optimizer)
     if not _is_of_torch(inner):
@@ -130,17 +128,13 @@ def _of_torch(
         return {}
 
 
-def _told(
-    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
+def _told(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """Return the state that the optimizer itself names, if it steps more than the part that it is given; else empty."""
     tell = getattr(optimizer, _FIRST_STATE_OF, None)
     return (tell(parameter, settings) or {}) if callable(tell) else {}
 
 
-def _initial(
-    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
+def _initial(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer of torch starts from; empty if it starts from nothing, or is not one of torch's."""
     kind: Any = type(optimizer)
     if not (kind.__module__.startswith("torch.optim.") and hasattr(kind, "_init_group")):
@@ -185,11 +179,7 @@ def _twin(
     kind = type(optimizer)
     twin = object.__new__(kind)
     # What an instance has in place of its class's methods belongs to the instance: a scheduler counts its steps there.
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if not (callable(value) and hasattr(kind, name))
-    }
+    own = {name: value for name, value in vars(optimizer).items() if not (callable(value) and hasattr(kind, name))}
     for name in [name for name in own if name.endswith(("_pre_hooks", "_post_hooks"))]:
         own[name] = type(own[name])()
     group = {name: value for name, value in settings.items() if name not in ("params", "param_names")}

@@ -210,12 +210,7 @@ def with_states(places: Sequence[Place], states: Iterable[Held], is_able: bool) 
     for topology, batch in _by_topology(places):
         fqns = [fqn for place in batch for fqn in place.fqns]
         here = {id(place.handle) for place in batch}
-        mine = {
-            fqn
-            for item in states
-            if item.place is not None and id(item.place.handle) in here
-            for fqn in item.fqns
-        }
+        mine = {fqn for item in states if item.place is not None and id(item.place.handle) in here for fqn in item.fqns}
         told = topology.exchange((is_able, bytes(fqn in mine for fqn in fqns)), label=_LABEL)
         everywhere = everywhere and all(able for able, _ in told)
         found |= {fqn for fqn, *flags in zip(fqns, *(row for _, row in told), strict=True) if any(flags)}

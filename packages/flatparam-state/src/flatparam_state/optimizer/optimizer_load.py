@@ -183,11 +183,7 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
     """Return the state and the groups of `state_dict`; a state without groups, as some programs pass on, has none."""
     if not isinstance(state_dict, Mapping) or not ("param_groups" in state_dict or state_dict.get("state")):
-        found = (
-            f"the keys {sorted(map(str, state_dict))}"
-            if isinstance(state_dict, Mapping)
-            else repr(state_dict)
-        )
+        found = f"the keys {sorted(map(str, state_dict))}" if isinstance(state_dict, Mapping) else repr(state_dict)
         raise FlatParamError(
             f"expected an optimizer state with 'state' and 'param_groups', found {found}; every rank needs it: "
             "if it was saved with rank0_only, load it on every rank, or load it with rank0_only too, so that it is "

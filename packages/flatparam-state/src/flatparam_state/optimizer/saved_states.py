@@ -59,9 +59,7 @@ class SavedStates:
         for item in holding.items:
             for fqn, wanted in wanted_of(item).items():
                 for name, value in saved.get(fqn, {}).items():
-                    if isinstance(value, AsItIs) or (
-                        item.part_states is not None and name not in item.part_states
-                    ):
+                    if isinstance(value, AsItIs) or (item.part_states is not None and name not in item.part_states):
                         unlike[name] = unlike.get(name, 0) + 1
                     elif wanted.misfit(value) is not None:
                         unlike[name] = unlike.get(name, 0) + (isinstance(value, torch.Tensor))
@@ -74,9 +72,7 @@ class SavedStates:
 
     def value(self, item: Held, name: str) -> Any:
         """Return the state `name` of one parameter of this rank's optimizer, as the optimizer holds it."""
-        entries = {
-            fqn: concrete(self.saved[fqn][name]) for fqn in item.fqns if name in self.saved.get(fqn, {})
-        }
+        entries = {fqn: concrete(self.saved[fqn][name]) for fqn in item.fqns if name in self.saved.get(fqn, {})}
         own = {fqn: _of_this_rank(item, fqn, name, value) for fqn, value in entries.items()}
         if (
             item.place is not None
@@ -101,9 +97,7 @@ def has_cut_values(state_dict: Any) -> bool:
     """Return whether some state is cut over ranks, which then have to communicate; the same on every rank."""
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     entries = state.values() if isinstance(state, Mapping) else ()
-    return any(
-        map(_is_cut, (value for each in entries if isinstance(each, Mapping) for value in each.values()))
-    )
+    return any(map(_is_cut, (value for each in entries if isinstance(each, Mapping) for value in each.values())))
 
 
 def _is_cut(value: Any) -> bool:
@@ -239,9 +233,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, holding: Holding, saved: Stat
     for number, settings, item, fqn, wanted in _parameters(holding):
         dim, dtype = len(wanted.spec.shape), wanted.spec.dtype
         if (number, dim, dtype) not in known:
-            known[number, dim, dtype] = names_like_parameter(
-                optimizer, settings, dim, dtype, item.parameter.device
-            )
+            known[number, dim, dtype] = names_like_parameter(optimizer, settings, dim, dtype, item.parameter.device)
         for name, value in _tensors(item, saved.get(fqn, {})):
             found = wanted.misfit(value)
             if found is not None and (
@@ -264,10 +256,7 @@ def wanted_of(item: Held) -> dict[str, Wanted]:
     """This rank's part, in its optimizer, of each parameter that `item` stands for; empty if it is not sharded."""
     if item.place is None:
         return {}
-    return {
-        fqn: Wanted.of_parameter(item.place, index)
-        for fqn, index in zip(item.fqns, item.indices, strict=True)
-    }
+    return {fqn: Wanted.of_parameter(item.place, index) for fqn, index in zip(item.fqns, item.indices, strict=True)}
 
 
 def misfit_error(name: str, fqn: str, wanted: Wanted, found: str) -> FlatParamError:
@@ -317,9 +306,7 @@ def _is_usual(
 # Those of a different optimizer
 
 
-def check_states(
-    optimizer: torch.optim.Optimizer, holding: Holding, saved: Mapping[str, Mapping[str, Any]]
-) -> None:
+def check_states(optimizer: torch.optim.Optimizer, holding: Holding, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse saved states that the optimizer cannot go on with, such as those of AdamW for SGD with momentum.
 
     An optimizer of torch needs the states that its first step makes, and may be given more. Of any other nothing is

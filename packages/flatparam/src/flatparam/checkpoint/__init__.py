@@ -36,9 +36,7 @@ def async_save(state_dict: Any, **arguments: Any) -> Any:
             The default `process_group` is a gloo group that nothing else uses, because torch's background thread
             issues collectives, which must not be in the group in which training issues its own.
     """
-    state = {
-        key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
-    }
+    state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
     if _is_sharded(state):
         if not isinstance(arguments.get("storage_writer"), AsyncStager):
             arguments["async_stager"] = arguments.get("async_stager") or BlockingAsyncStager()

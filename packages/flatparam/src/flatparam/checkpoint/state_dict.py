@@ -136,9 +136,7 @@ def get_state_dict(
     )
 
 
-def set_model_state_dict(
-    model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None
-) -> Any:
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> Any:
     """Load a model state of any form; every rank calls it.
 
     Returns:
@@ -154,9 +152,7 @@ def set_model_state_dict(
     if not wrappers_in(model):
         if not (state or options.broadcast_from_rank0):
             return nn.modules.module._IncompatibleKeys([], [])
-        return in_place.load_state(
-            model, state, strict=options.strict, rank0_only=options.broadcast_from_rank0
-        )
+        return in_place.load_state(model, state, strict=options.strict, rank0_only=options.broadcast_from_rank0)
     if options.broadcast_from_rank0:
         state = streamed(model, state)
     elif not state:
@@ -182,10 +178,7 @@ def set_optimizer_state_dict(
         set_state(model, optimizers, optim_state_dict=optim_state_dict, options=_for_torch(options))
         return
     options = _checked(options)
-    loads = [
-        (optimizer, _to_load(model, optimizer, optim_state_dict, options))
-        for optimizer in _several(optimizers)
-    ]
+    loads = [(optimizer, _to_load(model, optimizer, optim_state_dict, options)) for optimizer in _several(optimizers)]
     for optimizer, state in loads:
         optimizer.load_state_dict(state)
 
@@ -227,9 +220,7 @@ def _for_torch(options: Any) -> Any:
 def _checked(given: Any) -> StateDictOptions:
     options = StateDictOptions(**({} if given is None else vars(given)))
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise ValueError(
-            "broadcast_from_rank0=True needs full_state_dict=True: the first rank sends full tensors"
-        )
+        raise ValueError("broadcast_from_rank0=True needs full_state_dict=True: the first rank sends full tensors")
     return options
 
 
@@ -344,9 +335,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(f"{path}.{key}", each)
 
 
-def unflattened(
-    model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]
-) -> dict[str, Any]:
+def unflattened(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of what `optimizer` holds, from a flattened one.
 
     Raises:

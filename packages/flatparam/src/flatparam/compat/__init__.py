@@ -43,11 +43,7 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
     """
     if isinstance(value, kind):
         return value
-    if (
-        isinstance(value, enum.Enum)
-        and type(value).__name__ == kind.__name__
-        and value.name in kind.__members__
-    ):
+    if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__ and value.name in kind.__members__:
         return kind[value.name]
     raise TypeError(f"{argument}: expected a {kind.__name__}, found {value!r}")
 

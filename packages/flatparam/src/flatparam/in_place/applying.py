@@ -286,9 +286,7 @@ def resolve_in_place(
     ignored = _ignored(module, ignored_params)
     device = resolve_device(_device_of(mesh), module, ignored, offload=offloads)
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and _is_accelerator(device, module):
-        raise ValueError(
-            "offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()"
-        )
+        raise ValueError("offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()")
     plan = UnitPlan(
         topology,
         **freeing(reshard_after_forward, topology),

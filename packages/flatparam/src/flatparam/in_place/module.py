@@ -41,9 +41,7 @@ class FSDPModule(_Base):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class that was sharded, which is not sharded itself: a slice of a `Sequential`, say."""
         if "_sharded_class" not in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} cannot be made: call fully_shard(module), which returns the module"
-            )
+            raise TypeError(f"{cls.__name__} cannot be made: call fully_shard(module), which returns the module")
         return cls._sharded_class(*args, **kwargs)
 
     # Full parameters
@@ -268,9 +266,7 @@ class FSDPModule(_Base):
 
     # State
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the state with sharded tensors: `DTensor`s, cut along dimension 0, as torch's; every rank calls it.
 
         They are copies. In a world without process groups, such as one of threads, the tensors are full ones.
@@ -282,9 +278,7 @@ class FSDPModule(_Base):
             saving.watch(self, found)
         return found
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state of any form, sharded or full; every rank calls it.
 
         Args:

@@ -31,11 +31,7 @@ else:
 
 
 Ranks: TypeAlias = (
-    ProcessGroup
-    | Collectives
-    | Topology
-    | str
-    | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
+    ProcessGroup | Collectives | Topology | str | tuple[ProcessGroup | Collectives | str, ProcessGroup | Collectives]
 )
 """The ranks to shard over; a pair or a `Topology` also says which ranks hold copies."""
 Policy: TypeAlias = ModuleWrapPolicy | CustomPolicy | _Policy | WrapFunction

@@ -78,9 +78,7 @@ def _single_group(strategy: ShardingStrategy, where: Any) -> Topology:
     return topology
 
 
-def _hybrid(
-    strategy: ShardingStrategy, where: Any, *, has_policy: bool, environment: Environment
-) -> Topology:
+def _hybrid(strategy: ShardingStrategy, where: Any, *, has_policy: bool, environment: Environment) -> Topology:
     if where is None:
         if not has_policy:
             raise ValueError(
@@ -89,9 +87,7 @@ def _hybrid(
             )
         return _by_node(resolve_topology(None).shard, environment)
     if isinstance(where, tuple) and len(where) != 2:
-        raise ValueError(
-            f"process_group: expected a pair (shard group, replicate group), found {len(where)} of them"
-        )
+        raise ValueError(f"process_group: expected a pair (shard group, replicate group), found {len(where)} of them")
     try:
         topology = resolve_topology(where)
     except TypeError as error:
@@ -110,9 +106,7 @@ def _by_node(world: Collectives, environment: Environment) -> Topology:
         hosts = world.exchange(socket.gethostname(), label="hosts")
         nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     else:
-        nodes = [
-            list(range(start, min(start + per_node, world.size))) for start in range(0, world.size, per_node)
-        ]
+        nodes = [list(range(start, min(start + per_node, world.size))) for start in range(0, world.size, per_node)]
     sizes = {len(node) for node in nodes}
     if len(sizes) > 1:
         raise ValueError(

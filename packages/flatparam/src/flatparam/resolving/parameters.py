@@ -59,9 +59,7 @@ def resolve_ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any
         if not isinstance(item, nn.Module):
             raise ValueError(f"{name}: expected an iterable of modules, found {type(item).__name__} in it")
         if FSDP_WRAPPED_MODULE in item._modules or unit_of(item) is not None:
-            raise ValueError(
-                f"{name} should not include wrapped modules, and this {type(item).__name__} is one"
-            )
+            raise ValueError(f"{name} should not include wrapped modules, and this {type(item).__name__} is one")
         if item is module:
             warn_caller(f"{name} holds the module that is wrapped: none of it is sharded")
     return _ignored(items, ())
@@ -83,9 +81,7 @@ def _ignored(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -
     return Ignored(below, frozenset(map(id, every)), tuple(every))
 
 
-def resolve_device(
-    device_id: Any, module: nn.Module, ignored: Ignored, *, offload: bool
-) -> torch.device | None:
+def resolve_device(device_id: Any, module: nn.Module, ignored: Ignored, *, offload: bool) -> torch.device | None:
     """Return the device that full parameters are to live on; `None` leaves them where they are.
 
     Without `device_id`, parameters on the CPU and on one accelerator go to the accelerator; those on the meta device,
@@ -100,9 +96,7 @@ def resolve_device(
         parameter.device
         for child in each_module(module)
         for parameter in child._parameters.values()
-        if parameter is not None
-        and parameter not in ignored
-        and not getattr(parameter, "_fsdp_flattened", False)
+        if parameter is not None and parameter not in ignored and not getattr(parameter, "_fsdp_flattened", False)
     }
     accelerators = sorted({device for device in found if device.type not in ("cpu", "meta")}, key=str)
     others = [device for device in accelerators if asked is None or device != asked]
@@ -134,9 +128,7 @@ def _device(device_id: Any) -> torch.device:
         # The index of a CPU means nothing.
         return torch.device("cpu")
     if device.type != "meta" and not torch.get_device_module(device).is_available():
-        raise ValueError(
-            f"device_id: expected a device of this machine, found {device}, which torch cannot use here"
-        )
+        raise ValueError(f"device_id: expected a device of this machine, found {device}, which torch cannot use here")
     if device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
         warn_caller(f"device_id={device_id!r} has no index: using the current device, {device}")

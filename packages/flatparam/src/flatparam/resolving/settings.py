@@ -284,9 +284,7 @@ def resolve_tree(
         _warn_of_shared_memory(module)
     if arguments.auto_wrap_policy is None:
         return ResolvedTree(root)
-    wrapped = {
-        child for child in module.modules() if isinstance(child, wrapper) or unit_of(child) is not None
-    }
+    wrapped = {child for child in module.modules() if isinstance(child, wrapper) or unit_of(child) is not None}
     inside = {child for outer in wrapped for child in outer.modules()}
     left_out = root.ignored.modules | inside
     passed_on = _passed_on(root)
@@ -329,9 +327,7 @@ def _warn_of_shared_memory(module: nn.Module) -> None:
         is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
         if not is_plain or parameter.is_meta or not parameter.numel() or owner_of(parameter) is not None:
             continue
-        reach = sum(
-            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        )
+        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         start = parameter.data_ptr()
         spans.append((str(parameter.device), start, start + (reach + 1) * parameter.itemsize, name))
     spans.sort()

@@ -104,9 +104,7 @@ class _Extended:
         group = place.unit.topology.shard
         device = full.device
         per_node = getattr(torch, device.type).device_count() if device.type != "cpu" else 1
-        return self._extensions.chunk_tensor(
-            full, group.rank, group.size, per_node, process_group_of(group), device
-        )
+        return self._extensions.chunk_tensor(full, group.rank, group.size, per_node, process_group_of(group), device)
 
     def chunk_dtensor(self, place: Place, full: Tensor, mesh: Any) -> Any:
         """Have the extension make a `DTensor` over `mesh`."""
@@ -231,8 +229,7 @@ class WrapperRecipe:
     def made_of(self, data: Tensor) -> Tensor:
         """Return the tensor whose bytes `data` has (1-D, uint8); its inner tensors are in that memory."""
         inner = {
-            name: part.of(data) if isinstance(part, _Span) else part.made_of(data)
-            for name, part in self._parts.items()
+            name: part.of(data) if isinstance(part, _Span) else part.made_of(data) for name, part in self._parts.items()
         }
         return self._make(inner, self._context, self._shape, self._stride)
 

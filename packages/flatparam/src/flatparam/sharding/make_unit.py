@@ -30,9 +30,7 @@ _MUCH: Final = 2
 """The length of a flat parameter, as a multiple of its parameters', above which its layout gets a warning."""
 
 
-def shard_tree(
-    module: nn.Module, tree: ResolvedTree, wrap: Callable[[nn.Module, Resolved], nn.Module]
-) -> Unit:
+def shard_tree(module: nn.Module, tree: ResolvedTree, wrap: Callable[[nn.Module, Resolved], nn.Module]) -> Unit:
     """Return the unit of `module`, after those inside have been wrapped as they were resolved, from the inside out.
 
     Args:
@@ -121,11 +119,7 @@ def _warn_of_padding(unit: Unit) -> None:
 def _check_holds_all(module: nn.Module, unit: Unit, resolved: Resolved) -> None:
     tensors = placement.own_tensors(placement.own_modules(module, resolved.ignored), resolved.ignored)
     for tensor in tensors:
-        if (
-            isinstance(tensor, nn.Parameter)
-            and not isinstance(tensor, FlatParameter)
-            and owner_of(tensor) is None
-        ):
+        if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FlatParameter) and owner_of(tensor) is None:
             name = next(name for name, parameter in module.named_parameters() if parameter is tensor)
             raise FlatParamError(
                 f"rank {unit.topology.rank}: {type(module).__name__} was wrapped before it got the "

@@ -184,11 +184,7 @@ class _Initialiser:
                 stacklevel=2,
             )
             raise
-        left = [
-            name
-            for name, p in child._parameters.items()
-            if p is not None and p.is_meta and p not in self.ignored
-        ]
+        left = [name for name, p in child._parameters.items() if p is not None and p.is_meta and p not in self.ignored]
         if left:
             raise ValueError(
                 f"param_init_fn left {left} of {type(child).__name__} on the meta device: it must give every parameter "

@@ -76,9 +76,7 @@ def resolve_settings(
     try:
         return StateDictSettings(
             kind,
-            of_model()
-            if state_dict_config is None
-            else as_config(of_model, state_dict_config, "state_dict_config"),
+            of_model() if state_dict_config is None else as_config(of_model, state_dict_config, "state_dict_config"),
             of_optimizer()
             if optim_state_dict_config is None
             else as_config(of_optimizer, optim_state_dict_config, "optim_state_dict_config"),
@@ -119,9 +117,7 @@ def set_settings(
     settings = resolve_settings(state_dict_type, state_dict_config, optim_state_dict_config)
     interiors = wrappers_in(module).values()
     before = [interior.settings for interior in interiors]
-    assert len({_kinds_of(each) for each in before}) <= 1, (
-        "the wrappers in this module have different state dict types"
-    )
+    assert len({_kinds_of(each) for each in before}) <= 1, "the wrappers in this module have different state dict types"
     for interior in interiors:
         interior.settings = settings
     return before[0] if before else no_settings()
@@ -134,9 +130,7 @@ def settings_of(module: nn.Module) -> StateDictSettings | None:
         AssertionError: if they differ.
     """
     settings = [interior.settings for interior in wrappers_in(module).values()]
-    assert all(s == settings[0] for s in settings), (
-        "the wrappers in this module have different state dict types"
-    )
+    assert all(s == settings[0] for s in settings), "the wrappers in this module have different state dict types"
     return settings[0] if settings else None
 
 

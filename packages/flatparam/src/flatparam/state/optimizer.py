@@ -69,9 +69,7 @@ def to_load(
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer state; see `optim_state_dict_to_load`."""
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
-        loaded = load_optimizer_state(
-            model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker()
-        )
+        loaded = load_optimizer_state(model, optim, state, rank0_only=rank0_only, is_named=is_named, chunker=chunker())
     SimpleProfiler.dump_and_reset("FSDP optim_state_dict_to_load() profiling:")
     if load_directly and "param_groups" not in loaded:
         raise FlatParamError(

@@ -119,9 +119,7 @@ class _Watch:
     """The tensors of the states that a model has given, while they are there, and what was written to them."""
 
     written: set[str] = attrs.field(factory=set)
-    _there: dict[str, tuple[weakref.ReferenceType[torch.Tensor], torch.Tensor, int]] = attrs.field(
-        factory=dict
-    )
+    _there: dict[str, tuple[weakref.ReferenceType[torch.Tensor], torch.Tensor, int]] = attrs.field(factory=dict)
     """By name: the tensor, an alias that counts its changes, and their number at first."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

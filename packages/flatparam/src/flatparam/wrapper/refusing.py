@@ -101,9 +101,7 @@ def refuse_parts_in_states(unit: Unit) -> None:
     # The unit's module is asked first, so that it refuses before units inside gather with ranks that may not call.
     holders = {unit.module} if unit.handles else set()
     if unit.plan.use_orig_params:
-        holders.update(
-            info.module for handle in unit.handles for infos in handle.param_infos for info in infos
-        )
+        holders.update(info.module for handle in unit.handles for infos in handle.param_infos for info in infos)
     for module in holders:
         module.register_state_dict_pre_hook(_refuse_parts)  # type: ignore[no-untyped-call]
 

@@ -67,9 +67,7 @@ class UnshardHandle:
         self._unit.finish_unshard()
 
 
-def register_comm_hook(
-    units: Sequence[Unit], state: object, hook: Callable[..., Any] | None, stage: HookStage
-) -> None:
+def register_comm_hook(units: Sequence[Unit], state: object, hook: Callable[..., Any] | None, stage: HookStage) -> None:
     """Have `hook` called instead of a collective of each of `units`; see `FullyShardedDataParallel`.
 
     Raises:
