@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from each_row import each_row
+from house import read_toml
 from packaging.version import Version
 from release.changelog import Changelog
 from release.main import main
@@ -51,6 +52,9 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(package / name, copy)
         (origin / "packages" / package.name / "CHANGELOG.md").write_text(CHANGELOG)
+    for name in ("tools/mkdocs.yml", "docs/install.md"):
+        (origin / name).parent.mkdir()
+        shutil.copy(ROOT / name, origin / name)
     git(tmp_path, "init", "--quiet", str(origin))
     git(origin, "add", ".")
     git(origin, "commit", "--quiet", "-m", "All")
@@ -237,3 +241,41 @@ def test_ranges_are_widened(found: str, version: str, expected: str) -> None:
     """The upper end becomes the first version that may break; the lower end, and ranges that fit, stay."""
     project = f'dependencies = ["flatparam-core{found}", "flatparam-core-extras<0.1"]'
     assert widened(project, "flatparam-core", Version(version)) == project.replace(found, expected)
+
+
+def test_the_address_of_the_repository(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each package links to its source, its changelog, the documentation and the tracker; the site and one page name it.
+
+    Given again, it replaces the older one and changes nothing else.
+    """
+    before = {path: read_toml(path) for path in clone.rglob("pyproject.toml")}
+    assert main(["address", "https://example.org/us/old"], clone) == 0
+    assert f"Wrote the address to {len(before) + 2} files" in capsys.readouterr().out
+    assert main(["address", "https://example.org/us/flatparam.git"], clone) == 0
+    for path, was in before.items():
+        found = read_toml(path)
+        folder = f"packages/{path.parent.name}"
+        assert found["project"].pop("urls") == {
+            "Source": f"https://example.org/us/flatparam/tree/main/{folder}",
+            "Documentation": "https://example.org/us/flatparam/tree/main/docs",
+            "Changelog": f"https://example.org/us/flatparam/blob/main/{folder}/CHANGELOG.md",
+            "Issues": "https://example.org/us/flatparam/issues",
+        }
+        was["project"].pop("urls", None)
+        assert found == was
+    assert (clone / "tools/mkdocs.yml").read_text().count("repo_url: https://example.org/us/flatparam\n") == 1
+    page = (clone / "docs/install.md").read_text()
+    assert "$ git clone https://example.org/us/flatparam.git flatparam\n" in page
+    now = git(clone, "diff")
+    assert main(["address", "https://example.org/us/flatparam"], clone) == 0
+    assert git(clone, "diff") == now
+
+
+@each_row(
+    "address", ["flatparam", "http://example.org/us/flatparam", "https://example.org", "git@example.org:us/flatparam"]
+)
+def test_what_is_no_address(address: str, clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anything but the https address of a page is refused, and nothing is written."""
+    assert main(["address", address], clone) == 1
+    assert "expected an address such as https://example.org/us/flatparam" in capsys.readouterr().err
+    assert git(clone, "status", "--porcelain") == ""

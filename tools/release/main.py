@@ -2,6 +2,7 @@
 
     nox -s release -- core 0.2.0              release flatparam-core 0.2.0
     nox -s release -- core 0.2.0 --dry-run    print what that would change, and change nothing
+    nox -s release -- address https://...     write the address of the repository wherever it is named
 
 What stands under [Unreleased] in the package's CHANGELOG.md becomes the section of the version, with today's date. The
 version is written to the one file of the package that has it. Packages that depend on this one get a wider
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from .address import write_address
 from .packages import ReleaseError
 from .plan import carry_out, plan_release
 
@@ -31,11 +33,15 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
         prog="nox -s release --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("package", help="core, comm, runtime, state, flatparam, or an add-on such as plan")
-    parser.add_argument("version", help="as in 0.2.0")
+    parser.add_argument("package", help="core, comm, an add-on such as plan, ..., or the word address")
+    parser.add_argument("version", help="as in 0.2.0; or the address")
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and change nothing")
     chosen = parser.parse_args(arguments)
     try:
+        if chosen.package == "address":
+            changed = write_address(root, chosen.version)
+            print("\n".join([f"Wrote the address to {len(changed)} files:", *(f"  {path}" for path in changed)]))
+            return 0
         plan = plan_release(root, chosen.package, chosen.version, time.strftime("%Y-%m-%d"))
         print("\n".join(plan.diff()))
         if chosen.dry_run:
