@@ -24,8 +24,9 @@ class Program:
 
     Attributes:
         library: "flatparam", "fully_shard" (flatparam's function), "fsdp1" or "fsdp2".
-        strategy: "full", "grad_op", "none" (NO_SHARD), "hybrid" (replicated over all ranks) or "hybrid_of_one" (sharded
-            over all ranks, with nobody to replicate with).
+        strategy: "full", "grad_op", "none" (NO_SHARD), "hybrid" (replicated over all ranks), "hybrid_of_one" (sharded
+            over all ranks, with nobody to replicate with) or "experts" (every other block is one expert on each half of
+            the ranks; flatparam alone).
         prefetch: "", "forward" (the next unit before it is needed) or "late" (in the backward pass after, not before).
         precision: "" for float32, or what parameters are computed in: "bfloat16" or "float16".
         reduce_precision: what gradients are summed in, if `precision` is given.
@@ -185,13 +186,32 @@ def build(site: Site) -> nn.Module:
 def _flatparam(model: nn.Module, site: Site) -> nn.Module:
     import flatparam
     from flatparam.wrap import ModuleWrapPolicy
+    from flatparam_meshes import hold_experts
 
-    sharded = flatparam.FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy(_wrapped(site)), **_options(flatparam, site)
-    )
+    options = _options(flatparam, site)
+    if site.program.strategy == "experts":
+        _shard_experts(model, site, options)
+    sharded = flatparam.FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(_wrapped(site)), **options)
+    if site.program.strategy == "experts":
+        hold_experts(sharded)
     if site.program.divide_factor:
         sharded.set_gradient_divide_factor(site.program.divide_factor)
     return sharded
+
+
+def _shard_experts(model: nn.Module, site: Site, options: dict[str, Any]) -> None:
+    """Shard every other block over a half of the ranks."""
+    import flatparam
+
+    world, backend = site.group.size(), "gloo" if site.is_cpu else "simulated"
+    halves = [range(world // 2), range(world // 2, world)]
+    groups = [dist.new_group(list(half), backend=backend) for half in halves]
+    of_half = options | {"process_group": groups[site.rank in halves[1]]}
+    blocks = [
+        (module, name) for module in model.modules() for name, child in module.named_children() if type(child) is Block
+    ]
+    for module, name in blocks[1::2]:
+        setattr(module, name, flatparam.FullyShardedDataParallel(getattr(module, name), **of_half))
 
 
 def _fsdp1(model: nn.Module, site: Site) -> nn.Module:
@@ -217,7 +237,7 @@ def _options(library: Any, site: Site) -> dict[str, Any]:
         options["cpu_offload"] = library.CPUOffload(True)
     if program.precision:
         options["mixed_precision"] = library.MixedPrecision(*_dtypes(program))
-    names = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
+    names = {"full": "FULL_SHARD", "experts": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
     options["sharding_strategy"] = strategy[names.get(program.strategy, "HYBRID_SHARD")]
     if program.strategy.startswith("hybrid"):
         alone, everybody = _group_of_one(site), site.group

@@ -75,6 +75,20 @@ def test_a_step_is_at_most_as_long_as_fsdp1s_and_fsdp2s(steps: dict[tuple[str, s
         assert ours.length <= fsdp2.length
 
 
+def test_collectives_of_two_meshes_are_hidden_as_those_of_one() -> None:
+    """With every other block on halves of the ranks a step is as long as with all on one group, without a race.
+
+    The bits are those of the same program on the CPU.
+    """
+    programs = [Program(ranks=4, blocks=BLOCKS), Program(strategy="experts", ranks=4, blocks=BLOCKS)]
+    for one, two in on_simulated(4, run, programs):
+        steps = [replay(each.log, COSTS, host_call=0.0).step(STEP) for each in (one, two)]
+        assert steps[1].length == steps[0].length <= 1.02 * steps[0].lower_bound
+        assert sum(steps[1].waits_of_host.values()) == 0
+        assert two.findings == []
+        assert set(two.differences.values()) == {0.0}
+
+
 @pytest.mark.parametrize("row", ["wide", "wide, bfloat16"])
 def test_large_gradients_start_as_few_kernels_as_small_ones(steps: dict[tuple[str, str], Step], row: str) -> None:
     """The gradients of a block with matrices of 288 KiB are copied by one kernel, as those of one with 2 KiB are."""
