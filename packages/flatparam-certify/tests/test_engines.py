@@ -17,7 +17,13 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["flatparam", "fully_shard", "torch-fsdp1", "torch-fsdp2", "torch-ddp"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("flatparam", "torch-fsdp2"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fully_shard", "torch-fsdp1", "torch-ddp")),
+    ],
+)
 def test_engines_with_a_name(engine: str) -> None:
     """Each runs every setting, in fp32 and in bf16, and is right; in fp32 by what the order of sums can do."""
     found = certify(programs.CASE, engine, "dp_shard=2", wrap=("Linear",), optimizers=["adamw"], steps=1)

@@ -71,6 +71,7 @@ def test_an_engine_that_fails(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_an_engine_that_hangs() -> None:
     """After the limit, the table says in which line the rank was that waits, and that the other one had finished."""

@@ -133,10 +133,15 @@ def test_a_fault_is_found_by_its_name(fault: Fault) -> None:
 
 RIGHT = (
     (faults.ByHand, "dp_replicate=2,dp_shard=2"),
-    (faults.ByHand, "ep=3"),
-    (faults.ByRows, "dp_shard=2,cp=2"),
-    (faults.ByColumns, "tp=2"),
-    (faults.ByStages, "pp=2"),
+    *(
+        pytest.param(engine, mesh, marks=pytest.mark.long)
+        for engine, mesh in [
+            (faults.ByHand, "ep=3"),
+            (faults.ByRows, "dp_shard=2,cp=2"),
+            (faults.ByColumns, "tp=2"),
+            (faults.ByStages, "pp=2"),
+        ]
+    ),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from flatparam_certify import certify
 
-SHORT = 8
+SHORT = 3
 ALL = 100
 
 

@@ -289,8 +289,8 @@ if end == "committed":
     ("rank", "end", "code", "said"),
     [
         (0, "its peer has died", 1, "rank 1 has not written its part"),
-        (1, "its peer has died", 1, "rank 0 has not committed it"),
-        (1, "committed", 0, ""),
+        pytest.param(1, "its peer has died", 1, "rank 0 has not committed it", marks=pytest.mark.long),
+        pytest.param(1, "committed", 0, "", marks=pytest.mark.long),
     ],
 )
 def test_the_survivor_of_a_save_does_not_exit_with_0(rank: int, end: str, code: int, said: str, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_mutated_headers(tmp_path: Path) -> None:
     assert peak < 2 * len(data) + 2**20
 
 
+@pytest.mark.long
 def test_mutated_files(tmp_path: Path) -> None:
     """Whole files, mutated anywhere: our reader raises its error, or reads what the real library reads."""
     path = tmp_path / "a.safetensors"

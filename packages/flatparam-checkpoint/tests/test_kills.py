@@ -62,7 +62,7 @@ def test_killed_at_each_moment(moment: Moment, asynchronous: bool, tmp_path: Pat
     run.checkpointer.close()
 
 
-@pytest.mark.parametrize("kills", [RANDOM_KILLS // 5, pytest.param(RANDOM_KILLS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [RANDOM_KILLS // 20, pytest.param(RANDOM_KILLS, marks=pytest.mark.long)])
 def test_killed_at_random(kills: int, tmp_path: Path) -> None:
     """Each time the latest checkpoint is whole, nothing that was saved is lost, and all kills later the run is the same.
 

@@ -22,6 +22,7 @@ from .small import ALONE, KillAt, SmallRun
 SAVES = int(os.environ.get("FLATPARAM_SAVES", "500"))
 
 
+@pytest.mark.long
 def test_every_latest_can_be_loaded_while_saves_go_on(tmp_path: Path) -> None:
     """500 saves, three kept, and another process that verifies the latest over and over: all are sound, steps grow.
 

@@ -124,16 +124,20 @@ def outcome(folder: Path, *arguments: str) -> tuple[int, str, str]:
     [
         # Each form of a program, and each end of one; those that have been seen in another row are long.
         ("facts.py", "--help", "--", "-m", "thread"),
-        ("package/../facts.py", "fail"),
-        ("./facts.py", "interrupt"),
-        ("-m", "facts", "exit"),
         ("-m", "package", "--help"),
-        ("./whole/", "thread"),
         ("whole.pyz", "exit"),
-        ("broken.py",),
         *(
             pytest.param(program, marks=pytest.mark.long)
-            for program in [("package/../facts.py", "exit"), ("whole", "exit"), ("whole.pyz", "thread")]
+            for program in [
+                ("package/../facts.py", "fail"),
+                ("package/../facts.py", "exit"),
+                ("./facts.py", "interrupt"),
+                ("-m", "facts", "exit"),
+                ("./whole/", "thread"),
+                ("whole", "exit"),
+                ("whole.pyz", "thread"),
+                ("broken.py",),
+            ]
         ),
     ],
 )
@@ -142,6 +146,7 @@ def test_a_program_runs_as_python_runs_it(folder: Path, program: tuple[str, ...]
     assert outcome(folder, "-m", "flatparam", "run", *program) == outcome(folder, *program)
 
 
+@pytest.mark.long
 def test_two_dashes_before_the_program(folder: Path) -> None:
     """What is behind them is the program, and the dashes after it are its own."""
     assert outcome(folder, "-m", "flatparam", "run", "--", "facts.py", "--", "x") == outcome(
@@ -287,7 +292,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("ways", "is_told"),
     [
-        (["-I wrap", "end"], True),
+        pytest.param(["-I wrap", "end"], True, marks=pytest.mark.long),
         pytest.param(["ray"], True, marks=pytest.mark.long),
         # The program itself, which runs by `flatparam run` again, and says nothing twice.
         (["-u "], True),
@@ -312,6 +317,7 @@ def test_a_driver_whose_workers_are_not_reached(
     assert list(folder.glob("flatparam-run-*")) == []
 
 
+@pytest.mark.long
 def test_processes_that_are_none_of_fsdps(folder: Path) -> None:
     """A process that imports no torch imports nothing of ours; one that cannot have ours says so, and goes on."""
     (folder / "driver.py").write_text(f"import subprocess, sys\nfor code in {CODES}:\n    {STARTS}")
@@ -369,6 +375,7 @@ def test_the_program_in_a_command(
     assert ran == [[sys.executable, *(command if expected is None else expected)]]
 
 
+@pytest.mark.long
 def test_ranks_that_the_program_starts(folder: Path) -> None:
     """Ranks that an unchanged program starts by `spawn` train with our wrapper."""
     status, output, errors = outcome(folder, "-m", "flatparam", "run", "train.py", str(folder / "meeting"))

@@ -256,6 +256,7 @@ def resume_by_torch(ranks: Collectives, way: Way, folder: str) -> dict[str, dict
     return found
 
 
+@pytest.mark.long
 def test_torchs_checkpoints_at_other_sizes(tmp_path: Path) -> None:
     """`torch.distributed.checkpoint` has the state, and training goes on to the bit on one and on four ranks."""
     run_processes(4, save_by_torch, Way("originals", (2, 2)), str(tmp_path))

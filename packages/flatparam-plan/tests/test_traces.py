@@ -47,6 +47,7 @@ run_threads(2, train)
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_plan_is_not_traced(tmp_path: Path) -> None:
     """What a program plans leaves nothing in its traces, which have its one step."""

@@ -209,6 +209,7 @@ def copied_over_shared_memory(collectives: Collectives) -> list[Grads]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_copies_over_shared_memory() -> None:
     """A model whose ranks share memory is copied as any other: each copy computes the same gradients."""

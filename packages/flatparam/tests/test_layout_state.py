@@ -250,8 +250,13 @@ def load_each(
 
 
 #: Every pair of rules is in one of these, and every rule is a source and a target in each.
-THIRDS = [
-    [(source, target) for at, source in enumerate(RULES) for to, target in enumerate(RULES) if (at + to) % 3 == third]
+# Each rule is a source once and a target once in all of them.
+SOME = [
+    [
+        (source, target)
+        for at, (source, target) in enumerate(zip(RULES, [*RULES][2:] + [*RULES][:2], strict=True))
+        if at % 3 == third
+    ]
     for third in range(3)
 ]
 
@@ -260,7 +265,7 @@ THIRDS = [
 @pytest.mark.parametrize(
     ("form", "pairs"),
     [
-        *(pytest.param(form, third, id=form) for form, third in zip(FORMS, THIRDS, strict=True)),
+        *(pytest.param(form, third, id=form) for form, third in zip(FORMS, SOME, strict=True)),
         *(
             pytest.param(form, list(itertools.product(RULES, RULES)), marks=pytest.mark.long, id=f"{form}-all")
             for form in FORMS

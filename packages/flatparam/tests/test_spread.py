@@ -55,7 +55,7 @@ for clip, scaled, given in ((True, False, inputs), (False, True, overflowing), (
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_wrapper_and_functions_of_torch(use_orig_params: bool) -> None:
     """`clip_grad_norm_` and `GradScaler` of torch train a wrapper as they train one process, on every rank."""
     done = subprocess.run(

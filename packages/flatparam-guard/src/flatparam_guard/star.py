@@ -9,14 +9,12 @@ ranks are connected: whoever reaches the store can read it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -25,11 +23,8 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.hosts import host_identity
-from flatparam_guard.relay_settings import RelaySettings
+from flatparam_guard.relay_settings import RelaySettings, host_names, network_of_host
 
-_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-#: `ioctl` request for the IPv4 address of a network interface (Linux, netdevice(7)).
-_SIOCGIFADDR: Final = 0x8915
 #: The reason of an end that the other process, or its system, has told of.
 CLOSED: Final = "the connection was closed"
 #: The reason of an end that says nothing about the process: its words were none.
@@ -453,38 +448,3 @@ def _prepare(connection: socket.socket, settings: RelaySettings) -> None:
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         limit = 1000 * silence * (1 + _UNANSWERED)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
-
-
-# The network of a host: how its processes are reached
-
-
-def network_of_host() -> str:
-    """Return the namespace of the network: in a different one, 127.0.0.1 is a different host."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
-
-
-def host_names() -> list[str]:
-    """Return the names and addresses by which other hosts may reach this one, the likeliest first."""
-    found = []
-    for variable in _INTERFACE_VARIABLES:
-        for interface in filter(None, os.environ.get(variable, "").split(",")):
-            # Not every system has the module, or the request.
-            with contextlib.suppress(OSError, ImportError):
-                found.append(_address_of(interface))
-    if os.environ.get("RANK") == "0" and "MASTER_ADDR" in os.environ:
-        found.append(os.environ["MASTER_ADDR"])
-    found.append(socket.gethostname())
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys(found))
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface."""
-    fcntl = importlib.import_module("fcntl")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        packed = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
