@@ -120,7 +120,7 @@ def meshes(session: nox.Session) -> None:
     """Pairs and triples of mesh dimensions, beside torch: docs/meshes.md; `--short`, `--products`, or `--peers`."""
     # What transformers shards takes an environment that has it.
     environment = own(session, "plan", "transformers") if "--peers" in session.posargs else installed(session)
-    environment.run("tools/meshes_page.py", *session.posargs)
+    environment.run("-m", "integration_tests.meshes.page", *session.posargs)
 
 
 @nox.session

@@ -15,11 +15,12 @@ from typing import Any, Final
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from flatparam_clients.adapters import guard_adapters
+from flatparam.compat.patching import apply
+from flatparam_clients.adapters import guard_adapters, patches_of_adapters
 from flatparam_core import FlatParamError
 from flatparam_runtime import units_in
 
-WHEN_WRAPPED: Final[list[Callable[[], None]]] = []
+WHEN_WRAPPED: Final[list[Callable[[], object]]] = []
 """Each is called when a wrapper is made; other libraries may have been imported since `install`."""
 
 
@@ -30,8 +31,11 @@ def unit_made() -> None:
 
 
 def wrapped() -> None:
-    """Call each function of `WHEN_WRAPPED`."""
-    for notice in WHEN_WRAPPED:
+    """Call each function of `WHEN_WRAPPED`.
+
+    Without an installation PEFT's functions learn of wrappers all the same: they would save an adapter without tensors.
+    """
+    for notice in WHEN_WRAPPED or [lambda: apply(patches_of_adapters())]:
         notice()
 
 

@@ -1,7 +1,7 @@
 """What a step costs under tensor parallelism, by flatparam and by torch's FSDP2: the table of docs/meshes.md.
 
-    python tools/meshes_cost.py             print the table
-    python tools/meshes_cost.py --write     and put it into docs/meshes.md
+    python -m integration_tests.meshes.cost             print the table
+    python -m integration_tests.meshes.cost --write     and put it into docs/meshes.md
 
 One rank of 2 (data) x 2 (tensor); the others are not there, and collectives do nothing. Instructions are callgrind's,
 of the third step; bytes are those of the buffers that collectives are called with.
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench.absent import world
-from bench.instructions import begin_to_count, counted, executed
-from meshes_page import PAGE
-from pages import fill, table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from integration_tests.meshes.engines import OURS, Setting, made
 from integration_tests.meshes.llama import Llama, batch, parallelize
+from integration_tests.meshes.page import PAGE
+from tools.bench.absent import world
+from tools.bench.instructions import begin_to_count, counted, executed
+from tools.pages import fill, table
 
 PLAIN = "no sharding"
 ENGINES = (PLAIN, *OURS, "FSDP2")
@@ -95,7 +95,7 @@ def _under_valgrind() -> None:
 
 def measured() -> str:
     """Return the table."""
-    counts = iter(executed("meshes_cost", []))
+    counts = iter(executed("integration_tests.meshes.cost", []))
     lines = [["", *(f"instructions: {part}" for part in PARTS), "beside FSDP2", "collectives", "bytes"]]
     with world(SHAPE[0] * SHAPE[1]):
         everyone = trainings()

@@ -1,10 +1,10 @@
 """Train a small Llama and a small Mixtral on meshes, by flatparam and by torch, and say what is right: docs/meshes.md.
 
-    python tools/meshes_page.py               print the tables
-    python tools/meshes_page.py --write       and put them into docs/meshes.md
-    python tools/meshes_page.py --short       a few rows, and flatparam alone; fails if anything is wrong
-    python tools/meshes_page.py --products    only the pairs and triples of dimensions
-    python tools/meshes_page.py --peers       only what transformers shards by itself; it needs transformers
+    nox -s meshes                  print the tables
+    nox -s meshes -- --write       and put them into docs/meshes.md
+    nox -s meshes -- --short       a few rows, and flatparam alone; fails if anything is wrong
+    nox -s meshes -- --products    only the pairs and triples of dimensions
+    nox -s meshes -- --peers       only what transformers shards by itself; it needs transformers
 
 In the first table each cell is a run of three steps: loss, every parameter's gradient, the norm of clipping and the
 weights are compared with those of one process that has all data. In the second each cell is a certificate
@@ -18,12 +18,11 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from pages import ROOT, fill
-
 from flatparam_certify import certify
 from flatparam_comm.testing import be_patient
 from integration_tests.meshes.engines import OURS, THEIRS, Setting
 from integration_tests.meshes.training import run
+from tools.pages import ROOT, fill
 
 PAGE = ROOT / "docs" / "meshes.md"
 
