@@ -34,7 +34,7 @@ def main() -> None:
         LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, **sizes)).save_pretrained(FOLDER)
     dist.barrier()
 
-    # The storage's dtype is that of what is not quantised, so that a unit holds one dtype.
+    # With torch's FSDP1 and FSDP2 a unit must hold one dtype; flatparam takes the default storage, too.
     storage = {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_compute_dtype": torch.bfloat16}
     model = LlamaForCausalLM.from_pretrained(
         FOLDER,

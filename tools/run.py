@@ -437,7 +437,7 @@ def install_packages(arguments: List[str]) -> int:
 
 def main(arguments: List[str]) -> int:
     """Run one command and return the exit code."""
-    if arguments[:1] == ["install"]:
+    if arguments[:1] == ["install"] and arguments[1:2] not in (["-h"], ["--help"]):
         try:
             check_python()
             return install_packages(arguments[1:])
@@ -446,7 +446,7 @@ def main(arguments: List[str]) -> int:
             return stop.code
     if not arguments or arguments[0] not in COMMANDS:
         print(__doc__)
-        return 0 if arguments[:1] in (["-h"], ["--help"], ["help"]) else LACKING
+        return 0 if arguments[:1] in (["-h"], ["--help"], ["help"], ["install"]) else LACKING
     command, rest = COMMANDS[arguments[0]], arguments[1:]
     if rest[:1] == ["--"]:
         rest = rest[1:]

@@ -258,6 +258,17 @@ def collected(world: Collectives | None, kind: str, installed: bool) -> dict[str
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
 
+def saved(world: Collectives, kind: str, folder: str) -> None:
+    """Have the first rank save the adapter as PEFT's users do."""
+    model = getattr(quantised, kind)(adapted("plain"))
+    state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+    if world.rank == 0:
+        inner_of(model).save_pretrained(folder, state_dict=state)
+
+
 def inner_of(model: nn.Module) -> Any:
     """The module in a wrapper of ours or of torch's."""
     return getattr(model, "_fsdp_wrapped_module", model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from flatparam_comm.testing import run_processes, run_threads
 
 if any(importlib.util.find_spec(name) is None for name in ("bitsandbytes", "transformers", "peft")):
     pytest.skip("it takes bitsandbytes, transformers and peft", allow_module_level=True)
+
+import peft
 
 from . import adapters
 from .quantised import RANKS
@@ -143,13 +146,25 @@ def test_an_adapter_is_not_unloaded_from_shards(orig: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "installed"), [("ours", True), ("ours_in_place", False)], ids=["wrapper", "fully_shard"]
+    ("kind", "installed"),
+    [("ours", True), ("ours", False), ("ours_in_place", False)],
+    ids=["wrapper, installed", "wrapper", "fully_shard"],
 )
 def test_the_adapter_is_collected(kind: str, installed: bool) -> None:
-    """PEFT collects the whole adapter: of the wrapper's model after `install()`, of `fully_shard`'s as it is."""
+    """PEFT collects the whole adapter, of the wrapper's model, with and without `install()`, and of `fully_shard`'s."""
     wanted = adapters.collected(None, kind, False)
     for found in run_processes(RANKS, adapters.collected, kind, installed):
         assert_equal(found, wanted)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["ours", "ours_in_place"])
+def test_the_adapter_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    """A folder that the first rank saves is loaded without flatparam: the adapter of one process, without `install()`."""
+    wanted = adapters.collected(None, kind, False)
+    run_processes(RANKS, adapters.saved, kind, str(tmp_path))
+    loaded = peft.PeftModel.from_pretrained(adapters.BASES["plain"](), str(tmp_path))
+    assert_equal(peft.get_peft_model_state_dict(loaded), wanted)
 
 
 @pytest.mark.processes

@@ -167,3 +167,9 @@ def test_cases_that_are_none(what: str, value: object, told: str, monkeypatch: p
     with pytest.raises(CertifyError) as raised:
         certify("a_case", "plain")
     assert told in str(raised.value)
+
+
+def test_units_of_a_class_that_the_model_has_not() -> None:
+    """A wrapping that would never be is refused before any rank runs, with the classes that there are."""
+    with pytest.raises(CertifyError, match=r"wrap: expected classes of the model \(.*Linear.*\), found \['Nope'\]"):
+        certify(programs.CASE, "flatparam", "dp_shard=2", wrap=("Linear", "Nope"))

@@ -23,7 +23,7 @@ def test_worlds_of_processes_are_lacking() -> None:
         testing.run_processes  # noqa: B018
     assert str(caught.value) == (
         "flatparam_comm.testing.run_processes: expected the package flatparam-simdev, which is not installed: "
-        "pip install flatparam-simdev"
+        "pip install flatparam-simdev, or from a checkout python3 tools/run.py install flatparam-simdev"
     )
 
 

@@ -17,7 +17,7 @@ def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.Monk
         getattr(flatparam_runtime, name)
     assert str(caught.value) == (
         f"flatparam_runtime.{name}: expected the package flatparam-optim, which is not installed: "
-        "pip install flatparam-optim"
+        "pip install flatparam-optim, or from a checkout python3 tools/run.py install flatparam-optim"
     )
     assert caught.value.name == "flatparam_optim"
 

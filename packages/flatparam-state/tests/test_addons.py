@@ -20,6 +20,6 @@ def test_a_name_of_an_add_on_that_is_lacking(addon: str, name: str, monkeypatch:
     distribution = addon.replace("_", "-")
     assert str(caught.value) == (
         f"flatparam_state.{name}: expected the package {distribution}, which is not installed: "
-        f"pip install {distribution}"
+        f"pip install {distribution}, or from a checkout python3 tools/run.py install {distribution}"
     )
     assert caught.value.name == addon

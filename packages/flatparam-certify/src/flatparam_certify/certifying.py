@@ -15,15 +15,7 @@ from flatparam_certify.judging import Judge
 from flatparam_certify.meshes import OF_DATA, MeshSizes
 from flatparam_certify.rank import RunSeen, Skipped
 from flatparam_certify.reference import Reference
-from flatparam_certify.settings import (
-    CLIPS,
-    OPTIMIZERS,
-    PRECISIONS,
-    STEPS,
-    Setting,
-    few_settings,
-    settings_for,
-)
+from flatparam_certify.settings import CLIPS, OPTIMIZERS, PRECISIONS, STEPS, Setting, few_settings, settings_for
 from flatparam_certify.watched_ranks import Failed, World
 
 TIMEOUT: Final = 120.0
@@ -91,7 +83,11 @@ def certify(
     # As on the ranks: the bits of some sums depend on it.
     torch.set_num_threads(1)
     try:
-        shapes = {name: tuple(each.shape) for name, each in known.model(seed).named_parameters()}
+        model = known.model(seed)
+        kinds = {type(each).__name__ for each in model.modules()}
+        if lacking := [name for name in wrap if name not in kinds]:
+            raise CertifyError(f"wrap: expected classes of the model ({', '.join(sorted(kinds))}), found {lacking}")
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         notes: list[str] = []
         runs: list[CertifiedRun] = []
         for each, some in meshes:

@@ -142,11 +142,7 @@ def _plain(wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: tor
 
 
 def _wrapped(
-    library: str,
-    wrap: tuple[str, ...],
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype | None = None,
+    library: str, wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> Trainer:
     """Return the trainer of a model in the class `FullyShardedDataParallel` of torch or of flatparam."""
     found, (part, is_hybrid) = importlib.import_module(library), _of_data(mesh)
@@ -163,11 +159,7 @@ def _wrapped(
 
 
 def _in_place(
-    library: str,
-    wrap: tuple[str, ...],
-    model: nn.Module,
-    mesh: DeviceMesh,
-    dtype: torch.dtype | None = None,
+    library: str, wrap: tuple[str, ...], model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
 ) -> Trainer:
     """Return the trainer of a model that `fully_shard` of torch or of flatparam has sharded."""
     found, (part, _) = importlib.import_module(library), _of_data(mesh)

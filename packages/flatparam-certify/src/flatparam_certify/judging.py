@@ -349,7 +349,8 @@ class Judge:
                 self._unsure.add(name)
             if name in self._unsure:
                 continue
-            if len({_bits(each) for _, each in found}) > 1:
+            first, *others = (_bits(each) for _, each in found)
+            if not all(torch.equal(first, other) for other in others):
                 if not self.findings or self.findings[-1].code == "replicas-differ":
                     self._tell_replicas(step, name, found)
                 continue
@@ -409,8 +410,8 @@ def _norm_of(tensors: Mapping[str, Any]) -> float:
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors.values() if each is not None))
 
 
-def _bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @final

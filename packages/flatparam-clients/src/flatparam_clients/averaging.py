@@ -36,12 +36,7 @@ class DefaultState:
         ValueError: if `process_group` is `None`, because a hook does not guess, or several groups.
     """
 
-    __slots__ = [
-        "process_group",
-        "world_size",
-        "gradient_predivide_factor",
-        "gradient_postdivide_factor",
-    ]
+    __slots__ = ["process_group", "world_size", "gradient_predivide_factor", "gradient_postdivide_factor"]
 
     def __init__(self, process_group: ProcessGroup | Collectives) -> None:
         """Take the ranks, and choose the factors."""

@@ -197,9 +197,9 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run`, for its help; the wrapper's `main` takes its arguments apart: most of them are the program's."""
     added = groups.add_parser(
         "run",
-        help="run a program that uses torch's FSDP1 on flatparam, unchanged",
+        help="run a program that uses torch's FSDP1 or FSDP2 on flatparam, unchanged",
         usage="flatparam run [-h] [--] SCRIPT ...\n       flatparam run [-h] -m MODULE ...",
-        description="Run a Python program after flatparam.install(): what it imports of torch's FSDP1 is flatparam's.",
+        description="Run a Python program after flatparam.install(): torch's FSDP1 and FSDP2 are flatparam's there.",
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

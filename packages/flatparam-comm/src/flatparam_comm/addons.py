@@ -28,7 +28,8 @@ def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[st
         if importlib.util.find_spec(addon) is None:
             home = addon.replace("_", "-")
             raise ModuleNotFoundError(
-                f"{package}.{name}: expected the package {home}, which is not installed: pip install {home}",
+                f"{package}.{name}: expected the package {home}, which is not installed: pip install {home}, or from a "
+                f"checkout python3 tools/run.py install {home}",
                 name=addon,
             )
         value = getattr(importlib.import_module(home_of[name]), name)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_files.disk.system import bytes_view
+from flatparam_files.disk.system import bytes_of, bytes_view
 from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.gathering import PUBLISH_NBYTES
@@ -242,7 +242,7 @@ class _Sending:
             room -= piece.numel()
         data = tuple(torch.cat([each.cpu() for each in of_part]) if of_part else _NOTHING for of_part in pieces)
         for part, of_part in enumerate(data):
-            self._digests[part].update(bytes_view(of_part).numpy().data)
+            self._digests[part].update(bytes_of(bytes_view(of_part)))
             self._sent[part] += of_part.numel()
         new, header = self._new, None
         if not self._is_begun:
@@ -280,7 +280,7 @@ class _Receiving:
         slicing.check_cuts(whole, cuts)
         data = {sender: torch.cat(pieces) for sender, pieces in self._pieces.items()}
         self._pieces.clear()
-        found = sorted(hashlib.sha256(each.numpy().data).hexdigest() for each in data.values())
+        found = sorted(hashlib.sha256(bytes_of(each)).hexdigest() for each in data.values())
         expected = sorted(of_rank[part].sha256 for of_rank in packets if of_rank[part].nbytes)
         if found != expected:
             raise PublishError(f"the bytes of version {number} are not those that were sent; publish again")

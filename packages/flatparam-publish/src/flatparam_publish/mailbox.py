@@ -17,7 +17,7 @@ from typing_extensions import Self
 from flatparam_files import CheckpointError
 from flatparam_files.checkpoint.fields import seal, unseal
 from flatparam_files.disk.limits import MAX_PUBLISHED_NBYTES
-from flatparam_files.disk.system import ByteFile, bytes_view, make_directory, new_file, open_regular
+from flatparam_files.disk.system import ByteFile, bytes_of, bytes_view, make_directory, new_file, open_regular
 from flatparam_publish.catalogue import Catalogue
 from flatparam_publish.channel import Delivery, NewVersion, Packet, Update, VersionId
 from flatparam_publish.publish_error import PublishError, all_or_error
@@ -304,7 +304,7 @@ class _PacketWriter:
             # Of a version that was not delivered.
             self._path.unlink(missing_ok=True)
             self._file = new_file(self._path, buffering=1 << 20)
-        data = bytes_view(piece).cpu().numpy().data
+        data = bytes_of(bytes_view(piece).cpu())
         self._digest.update(data)
         self._nbytes += self._file.write(data)
 

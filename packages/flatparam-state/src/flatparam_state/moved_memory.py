@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -166,7 +167,8 @@ def mapped_in(folder: Path) -> Move:
         descriptor, name = tempfile.mkstemp(prefix="flatparam-offload-", dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(whole.cpu().numpy().data)
+                flat = whole.cpu()
+                file.write((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
             mapped = torch.from_file(name, shared=False, size=whole.numel(), dtype=torch.uint8)
         finally:
             os.unlink(name)

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from flatparam_checkpoint.pretrained.unread import UnreadTensor
 from flatparam_files import CheckpointError, TensorInfo, join_path, open_source, select, split_path
 from flatparam_files.disk.source import renamed
-from flatparam_files.disk.system import bytes_view
+from flatparam_files.disk.system import bytes_of, bytes_view
 from flatparam_files.formats.stored_tensors import Stored, StridedTensor
 from flatparam_files.formats.whole_sources import StoredSource
 from flatparam_runtime import Span
@@ -98,7 +98,7 @@ class PretrainedFiles:
             numel = info.numel
             for start in dict.fromkeys((0, max(0, numel // 2 - _SAMPLED), max(0, numel - _SAMPLED))):
                 for chunk in self.source.read(path, Span(start, min(numel, start + _SAMPLED))):
-                    digest.update(bytes_view(chunk.contiguous()).numpy().data)
+                    digest.update(bytes_of(bytes_view(chunk)))
         return digest.hexdigest()
 
     @property

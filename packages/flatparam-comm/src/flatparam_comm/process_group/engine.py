@@ -44,16 +44,7 @@ class ProcessGroupCollectives:
     that lives until the interpreter exits can abort the process then.
     """
 
-    __slots__ = (
-        "_calls",
-        "_hash",
-        "_is_gloo",
-        "_rank",
-        "_reference",
-        "_sites",
-        "_size",
-        "adds_in_rank_order",
-    )
+    __slots__ = ("_calls", "_hash", "_is_gloo", "_rank", "_reference", "_sites", "_size", "adds_in_rank_order")
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Use `group`, or the default one."""

@@ -20,18 +20,8 @@ from flatparam_files import __version__
 from flatparam_files.checkpoint.directory import CheckpointDirectory, Moment, OnMoment, nothing
 from flatparam_files.checkpoint.fields import write_sealed
 from flatparam_files.checkpoint.lock import DirectoryLock
-from flatparam_files.checkpoint.manifest import (
-    MANIFEST,
-    FilePiece,
-    Manifest,
-    RankValue,
-    TensorRecord,
-)
-from flatparam_files.checkpoint.rank_part import (
-    RankReport,
-    Ticket,
-    report_path,
-)
+from flatparam_files.checkpoint.manifest import MANIFEST, FilePiece, Manifest, RankValue, TensorRecord
+from flatparam_files.checkpoint.rank_part import RankReport, Ticket, report_path
 from flatparam_files.checkpoint.soundness import damage_of
 from flatparam_files.checkpoint.values import decode, graft
 from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
@@ -97,7 +87,7 @@ class Committer:
         self._numbers.pop(step, None)
         warn_caller(
             f"the checkpoint of step {step} in {self.directory.root} is damaged, and is saved again; its files "
-            f"are now in {aside.name}, which can be deleted: {problem}",
+            f"are now in {aside.name}, which can be deleted: {problem}"
         )
 
     def _recover(self) -> None:

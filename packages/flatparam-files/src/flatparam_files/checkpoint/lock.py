@@ -90,11 +90,7 @@ class DirectoryLock:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follows_links=False)
         try:
             self._take(descriptor, path)
-            owner = {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            }
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, json.dumps(owner).encode() + b"\n")
@@ -160,11 +156,7 @@ def _refusal(root: Path, owner: dict[str, Any], more: str = "") -> CheckpointErr
     if is_own:
         advice = "it is in this process: use the Checkpointer that is open, or close() it first"
     who = f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} since {owner.get('since', '?')}"
-    return CheckpointError(
-        f"{root}: another writer has it: {who}",
-        path=root,
-        hint=f"{advice}{more}",
-    )
+    return CheckpointError(f"{root}: another writer has it: {who}", path=root, hint=f"{advice}{more}")
 
 
 _LOCKS: Final[weakref.WeakSet[DirectoryLock]] = weakref.WeakSet()

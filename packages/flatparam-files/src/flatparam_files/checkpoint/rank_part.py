@@ -14,14 +14,7 @@ from typing_extensions import Self
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import Moment, OnMoment, nothing
 from flatparam_files.checkpoint.fields import file_dtype, read_sealed, seal
-from flatparam_files.checkpoint.manifest import (
-    BLOCK_NBYTES,
-    FilePiece,
-    FileRecord,
-    RankValue,
-    TensorRecord,
-    rank_file,
-)
+from flatparam_files.checkpoint.manifest import BLOCK_NBYTES, FilePiece, FileRecord, RankValue, TensorRecord, rank_file
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.safetensors import Staging, TensorFileWriter
 from flatparam_files.disk.source import TensorInfo
@@ -90,10 +83,7 @@ class RankReport:
         path = report_path(directory, rank)
         if not path.exists():
             raise CheckpointError(
-                f"{path}: rank {rank} wrote this file, rank 0 finds none",
-                path=path,
-                rank=rank,
-                hint=_ONE_DIRECTORY,
+                f"{path}: rank {rank} wrote this file, rank 0 finds none", path=path, rank=rank, hint=_ONE_DIRECTORY
             )
         tree = read_sealed(path)
         if (tree["save_id"], tree["rank"]) != (save_id, rank):

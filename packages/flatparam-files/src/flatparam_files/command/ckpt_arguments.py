@@ -57,10 +57,7 @@ def _add_inspect_and_verify(commands: Commands) -> None:
     added.add_argument("source", metavar="PATH", nargs="?", type=existing, help="the checkpoint")
     added.add_argument("--json", action="store_true", help="everything as one JSON object")
     added.add_argument(
-        "--depth",
-        type=natural,
-        default=2,
-        help="show so many levels of the tree: 2, or 99 for all (default: 2)",
+        "--depth", type=natural, default=2, help="show so many levels of the tree: 2, or 99 for all (default: 2)"
     )
     _add_reading(added)
     text = "read every byte of a checkpoint, and compare it with the checksums that its format has"
@@ -76,10 +73,7 @@ def _add_diff(commands: Commands) -> None:
     added.add_argument("first", metavar="A", type=existing, help="a checkpoint")
     added.add_argument("second", metavar="B", type=existing, help="another")
     added.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        default=0.0,
-        help="the largest absolute difference that is none (default: 0)",
+        "--tolerance", type=_tolerance, default=0.0, help="the largest absolute difference that is none (default: 0)"
     )
     added.add_argument("--ignore-dtype", action="store_true", help="compare elements of different dtypes as numbers")
     added.add_argument("--all", action="store_true", help="show all differences, and not the first twenty")
@@ -129,11 +123,7 @@ def _add_own(commands: Commands, name: str, text: str, *, needs_world_size: bool
 
 def _add_paths(added: argparse.ArgumentParser, destination: str) -> None:
     added.add_argument(
-        "source",
-        metavar="SRC",
-        nargs="?",
-        type=existing,
-        help="the checkpoint to read; or give --model, --optimizer",
+        "source", metavar="SRC", nargs="?", type=existing, help="the checkpoint to read; or give --model, --optimizer"
     )
     added.add_argument("destination", metavar="DEST", type=Path, help=destination)
 

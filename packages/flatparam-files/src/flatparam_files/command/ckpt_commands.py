@@ -253,6 +253,9 @@ def _values(path: str, first: Any, second: Any) -> Iterator[str]:
             else:
                 yield from _values(where, first[key], second[key])
     elif isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)) and len(first) == len(second):
+        # The names of a group: state is by name, so their order says nothing.
+        if path.endswith("/params") and sorted(first, key=str) == sorted(second, key=str):
+            return
         for index, (one, other) in enumerate(zip(first, second, strict=True)):
             yield from _values(f"{path}/{index}", one, other)
     elif not (type(first) is type(second) and (first == second or first != first)):
@@ -345,7 +348,10 @@ def write_own(chosen: argparse.Namespace) -> int:
     source = _to_convert(chosen)
     step = source.facts.get("step", 0) if chosen.step is None else chosen.step
     write = partial(write_checkpoint, world_size=chosen.world_size, step=step)
-    return _converted(source, chosen, write)
+    status = _converted(source, chosen, write)
+    if chosen.step is None and "step" not in source.facts and not chosen.quiet:
+        say_aside(f"{chosen.source or chosen.model} says no step, so it is 0; --step gives another")
+    return status
 
 
 def export(chosen: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
@@ -302,6 +303,13 @@ def bytes_view(tensor: Tensor) -> Tensor:
     if flat.stride() != (1,):
         flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() == 1 else flat.contiguous()
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """Return the memory of a 1-D tensor of bytes on the CPU, without a copy and without numpy; it keeps the tensor."""
+    memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    memory.tensor = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatparam_core import Box, Span, Threshold
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import TensorInfo, chunk_spans, read_boxes
-from flatparam_files.disk.system import ByteFile, tensor_of
+from flatparam_files.disk.system import ByteFile, bytes_of, tensor_of
 
 # A read may fetch this many times the bytes that it needs before it is split into smaller ones.
 _WASTE: Final = 2
@@ -136,7 +136,7 @@ class StridedTensor(Stored):
         Args:
             out: 1-D, contiguous, on the CPU, of as many elements and of a dtype that `can_fill` admits.
         """
-        target, itemsize = out.view(torch.uint8).numpy(), self.info.dtype.itemsize
+        target, itemsize = bytes_of(out.view(torch.uint8)), self.info.dtype.itemsize
         with ByteFile(self.storage.file) as file:
             self.storage.check(file)
             for piece in chunk_spans(span, itemsize):
@@ -145,7 +145,7 @@ class StridedTensor(Stored):
                     piece.numel * itemsize,
                 )
                 at = (piece.start - span.start) * itemsize
-                file.read_into(start, nbytes, target[at : at + nbytes].data)
+                file.read_into(start, nbytes, target[at : at + nbytes])
                 yield nbytes
 
     def can_fill(self, out: Tensor) -> bool:

@@ -43,18 +43,11 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="MODULE:FUNCTION that makes the model, a config.json, or a config class of transformers",
     )
     added.add_argument(
-        "--arg",
-        type=_named_value,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="for MODEL; repeatable",
+        "--arg", type=_named_value, action="append", default=[], metavar="NAME=VALUE", help="for MODEL; repeatable"
     )
     added.add_argument("--on-cpu", action="store_true", help="make the model on the CPU; by default on the meta device")
     added.add_argument(
-        "--inputs",
-        metavar="MODULE:FUNCTION",
-        help="makes what the model is called with, of (batch, sequence)",
+        "--inputs", metavar="MODULE:FUNCTION", help="makes what the model is called with, of (batch, sequence)"
     )
     _add_step(added)
     _add_ranks(added)
@@ -113,9 +106,7 @@ def _add_output(added: argparse.ArgumentParser) -> None:
     output = added.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="everything as one JSON object")
     output.add_argument(
-        "--check",
-        action="store_true",
-        help="also run it for real, as the only rank, and show every difference",
+        "--check", action="store_true", help="also run it for real, as the only rank, and show every difference"
     )
     output.add_argument(
         "--profile",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,8 @@ def _check_output(chosen: argparse.Namespace) -> None:
     """Refuse at once what would fail once everything is planned."""
     if chosen.profile is None and chosen.fit is not None:
         raise ArgumentsError("--fit chooses the fastest setup: give --profile")
+    if chosen.fit is not None and chosen.fit < 2**20:
+        raise ArgumentsError(f"--fit: expected the memory of a device, as 80GB, found {chosen.fit} bytes")
     if chosen.profile is None and (chosen.svg or chosen.trace):
         raise ArgumentsError("a picture of a step needs its time: give --profile")
     if chosen.fit is not None and (chosen.compare or len(chosen.world) > 1):
@@ -66,22 +70,13 @@ def _check_output(chosen: argparse.Namespace) -> None:
             chosen.strategy and (chosen.compare or chosen.fit is not None),
             "--compare and --fit choose strategies: leave out --strategy",
         ),
-        (
-            chosen.wrap and chosen.wrap_numel,
-            "units are either of classes or of a size: give --wrap or --wrap-numel",
-        ),
-        (
-            several and (chosen.svg or chosen.trace),
-            "a picture is of one plan: give one --world, and no --compare",
-        ),
+        (chosen.wrap and chosen.wrap_numel, "units are either of classes or of a size: give --wrap or --wrap-numel"),
+        (several and (chosen.svg or chosen.trace), "a picture is of one plan: give one --world, and no --compare"),
         (
             chosen.check and (several or chosen.fit is not None),
             "--check runs one setup: give one --world, and neither --compare nor --fit",
         ),
-        (
-            chosen.check and chosen.json,
-            "--json is one JSON object, and --check writes for people: give one of them",
-        ),
+        (chosen.check and chosen.json, "--json is one JSON object, and --check writes for people: give one of them"),
     ):
         if wrong:
             raise ArgumentsError(told)
@@ -209,15 +204,25 @@ _NOT_AS_STORED: Final = (
 )
 
 
+_PLANNED: Final = (
+    "planned for {batch} x {sequence} tokens on a rank (--batch, --sequence), computed in {dtype} (--dtype)"
+)
+
+
 def program_of(chosen: argparse.Namespace) -> TrainingProgram:
     """Return the program that the arguments name."""
     sys.path.insert(0, os.getcwd())
     arguments = dict(chosen.arg)
+    if os.path.isfile(inside := os.path.join(chosen.model, "config.json")):
+        chosen.model = inside
     build = functools.partial(_on(chosen.on_cpu), _telling(chosen.model, _maker(chosen.model, arguments)))
     inputs = None if chosen.inputs is None else _function_named(chosen.inputs)
     program = TrainingProgram.of(build, inputs, batch=chosen.batch, sequence=chosen.sequence)
     dtype = _stored_dtype(chosen.model, arguments) if chosen.model.endswith(".json") else None
-    notes = () if dtype is None else (_NOT_AS_STORED.format(dtype=dtype, path=chosen.model),)
+    notes: tuple[str, ...] = () if dtype is None else (_NOT_AS_STORED.format(dtype=dtype, path=chosen.model),)
+    notes += (
+        _PLANNED.format(batch=chosen.batch, sequence=chosen.sequence, dtype=chosen.dtype or "the parameters' dtype"),
+    )
     return attrs.evolve(program, keeps_cache=bool(arguments.get("use_cache")), notes=notes)
 
 
@@ -336,7 +341,10 @@ def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) ->
         try:
             config = transformers.AutoConfig.for_model(name, **arguments)
         except ValueError as error:
-            raise ArgumentsError(f"expected a model_type that transformers has, found {name!r}: {error}") from error
+            # It lists all that there are.
+            near = difflib.get_close_matches(name, re.findall(r"[\w-]+", str(error)))
+            told = f"; it has {', '.join(near)}" if near else f": {str(error)[:200]}"
+            raise ArgumentsError(f"expected a model_type that transformers has, found {name!r}{told}") from error
 
     def make() -> nn.Module:
         try:

@@ -39,19 +39,12 @@ def add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
     draw = add_command(commands, "draw", "draw the traces of one or more ranks as one SVG picture", __name__, "draw")
     draw.add_argument(
-        "--all",
-        action="store_true",
-        help="the first of several steps, too: in it memory and much else is made",
+        "--all", action="store_true", help="the first of several steps, too: in it memory and much else is made"
     )
     draw.add_argument("picture", metavar="SVG", type=Path, help="the picture to write")
     draw.add_argument("traces", metavar="TRACE", type=existing, nargs="+", help="a trace")
     diff = add_command(
-        commands,
-        "diff",
-        "show where two traces differ, in calls and in time",
-        __name__,
-        "diff",
-        one="calls differ",
+        commands, "diff", "show where two traces differ, in calls and in time", __name__, "diff", one="calls differ"
     )
     diff.add_argument("first", metavar="A", type=existing, help="a trace")
     diff.add_argument("second", metavar="B", type=existing, help="another")

@@ -24,15 +24,7 @@ from flatparam_state.forms.deferred import (
 )
 from flatparam_state.forms.state_form import Wanted
 from flatparam_state.forms.tiling import is_sharded_tensor
-from flatparam_state.optimizer.entry import (
-    AsItIs,
-    PerRank,
-    State,
-    copy_value,
-    is_equal,
-    is_per_rank,
-    spread_out,
-)
+from flatparam_state.optimizer.entry import AsItIs, PerRank, State, copy_value, is_equal, is_per_rank, spread_out
 from flatparam_state.optimizer.first_state import keeps_otherwise, names_like_parameter, names_of_first_state
 from flatparam_state.optimizer.held import Held, Holding
 from flatparam_state.places import places_in
@@ -286,12 +278,7 @@ def _tensors(item: Held, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def _is_usual(
-    optimizer: torch.optim.Optimizer,
-    settings: Mapping[str, Any],
-    item: Held,
-    wanted: Wanted,
-    name: str,
-    value: Any,
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], item: Held, wanted: Wanted, name: str, value: Any
 ) -> bool:
     """Whether the state has a usual name, is no single number, and the optimizer does not make it in its own shape."""
     if name not in _LIKE_PARAMETER or torch.Size(shape_of(value)).numel() == 1:
