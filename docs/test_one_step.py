@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "one-step.md"
 
@@ -28,6 +30,7 @@ def test_the_table_is_what_a_step_runs() -> None:
     assert list(rows(done.stdout)) == list(before), "python tools/structure --page writes it anew"
 
 
+@pytest.mark.long
 def test_a_step_is_one_text() -> None:
     """The step's code is printed in its order, each function once and whole, with the place where it stands."""
     tool = [sys.executable, str(ROOT / "tools" / "structure"), "--step"]

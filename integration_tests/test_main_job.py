@@ -201,7 +201,9 @@ def test_one_piece_differs_by_rounding_only(two_ranks: Run, text: Path, tmp_path
     "choice",
     [
         pytest.param(["--strategy", "shard_grad_op", "--use-orig-params"], id="shard_grad_op-originals"),
-        pytest.param(["--checkpoint-activations", "--use-orig-params"], id="recomputed-originals"),
+        pytest.param(
+            ["--checkpoint-activations", "--use-orig-params"], id="recomputed-originals", marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_loss_curve_does_not_depend_on_how_it_is_computed(
@@ -214,8 +216,11 @@ def test_the_loss_curve_does_not_depend_on_how_it_is_computed(
 
 @pytest.mark.parametrize(
     ("ranks", "choice"),
-    [(1, []), (2, ["--use-orig-params"]), (4, [])],
-    ids=["one rank", "two ranks", "four ranks"],
+    [
+        pytest.param(1, [], id="one rank", marks=pytest.mark.long),
+        pytest.param(2, ["--use-orig-params"], id="two ranks"),
+        pytest.param(4, [], id="four ranks", marks=pytest.mark.long),
+    ],
 )
 def test_muon_has_the_losses_of_one_process(ranks: int, choice: list[str], text: Path, tmp_path: Path) -> None:
     """With ``--optimizer muon`` the losses of 1, 2 and 4 ranks are bit-equal to an ordinary module's with Muon."""
@@ -225,6 +230,7 @@ def test_muon_has_the_losses_of_one_process(ranks: int, choice: list[str], text:
     assert sharded.losses() == plain.losses()
 
 
+@pytest.mark.long
 def test_exact_sums_have_one_hash(text: Path, tmp_path: Path) -> None:
     """With ``--reduction exact``, four parts on 1, 2 and 4 ranks end with one hash of the parameters."""
     hashes = set()
@@ -236,7 +242,7 @@ def test_exact_sums_have_one_hash(text: Path, tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("wires", [("int8", "int8"), ("mxfp8", "bf16")], ids=" ".join)
+@pytest.mark.parametrize("wires", [("int8", "int8"), pytest.param(("mxfp8", "bf16"), marks=pytest.mark.long)])
 def test_a_narrow_wire_learns_as_well(wires: tuple[str, str], two_ranks: Run, text: Path, tmp_path: Path) -> None:
     """With gradients and parameters of a quarter or half of the bytes, each loss is within 1 % of that without."""
     narrow = train([*TINY, "--data", text, "--wire", wires[0], "--gather-wire", wires[1]], tmp_path / "narrow", ranks=2)

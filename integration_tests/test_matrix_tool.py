@@ -55,6 +55,7 @@ def untested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     return called
 
 
+@pytest.mark.long
 def test_what_is_entered(untested: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """With --enter the row's counts are in the results; without it nothing is."""
     row = all_rows()[0]

@@ -23,7 +23,7 @@ OURS = [name for name in NAMES if name.startswith("flatparam")]
 FINGERPRINT = 16
 """Bytes that the ranks compare beside a byte for each parameter; docs/memory.md."""
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 Counted = dict[str, dict[str, Any]]
 

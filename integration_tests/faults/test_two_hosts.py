@@ -52,6 +52,7 @@ def _trained(group: Collectives) -> dict[str, Any]:
     return two_hosts.train("none")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_cable_is_cut() -> None:

@@ -569,7 +569,7 @@ def test_hybrid() -> None:
 @pytest.mark.parametrize(
     ("world_size", "stepping"),
     [
-        (3, optimized_by_some),
+        (2, optimized_by_some),
         *(pytest.param(size, optimized, marks=pytest.mark.long) for size in (1, 2, 3, 4)),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -238,6 +238,7 @@ def resume_each(ranks: Collectives, root: Path, cases: list[tuple[str, Case, Cas
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "cases",

@@ -95,7 +95,7 @@ def load_by_torch(ranks: Collectives, setting: Setting, folder: str) -> dict[str
     return held(setting, model, optimizer)
 
 
-@pytest.mark.parametrize("engine", ["originals", "fully_shard"])
+@pytest.mark.parametrize("engine", [pytest.param("originals", marks=pytest.mark.long), "fully_shard"])
 def test_torchs_checkpoints_at_other_sizes(engine: str, tmp_path: Path) -> None:
     """`torch.distributed.checkpoint` has weights and moments, which load on other numbers of ranks, too."""
     wanted, *others = run_processes(4, save_by_torch, Setting(engine, (2, 2)), str(tmp_path))

@@ -335,7 +335,7 @@ def test_the_instrument_sees_a_leak() -> None:
         assert meter.live_nbytes == 40
 
 
-@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("original", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_temporaries_of_an_optimizer_step(original: bool) -> None:
     """From the second step on AdamW needs three tensors of a piece, however long a parameter is, and counts of steps."""
     model = FullyShardedDataParallel(nn.Linear(1024, 1024), SingleCollectives(), use_orig_params=original)

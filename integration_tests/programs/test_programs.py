@@ -37,7 +37,7 @@ SPACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("examples", "space"),
     [
-        *(pytest.param(6, space, id=name) for name, space in SPACES.items()),
+        *(pytest.param(3, space, id=name) for name, space in SPACES.items()),
         *(pytest.param(60, space, id=f"{name}, more", marks=pytest.mark.long) for name, space in SPACES.items()),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from integration_tests.simulated.models import Block, Model, batch
 from integration_tests.simulated.worlds import World, on_simulated
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 GRAPHS: Final[dict[str, dict[str, Any]]] = {
     "reduce-overhead": {"mode": "reduce-overhead"},

@@ -31,6 +31,7 @@ def outcomes() -> dict[str, Outcome]:
     return dict(zip(ROWS, told, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("row", ROWS)
 def test_casts_do_not_wait_for_products(outcomes: dict[str, Outcome], row: str) -> None:

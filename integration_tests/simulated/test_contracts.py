@@ -44,6 +44,7 @@ def test_contracts_hold_on_the_device() -> None:
     assert " passed" in outcome.stdout
 
 
+@pytest.mark.long
 def test_each_test_without_a_twin_is_there() -> None:
     """Each name in the table stands for a test that pytest finds."""
     outcome = run_pytest("--collect-only", *sorted({name.partition("::")[0] for name in NOT_TWINNED}))

@@ -12,7 +12,7 @@ import pytest
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import World, on_simulated
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 ROWS: Final = {
     "FULL_SHARD": Program(),

@@ -13,7 +13,7 @@ from integration_tests.simulated.models import WIDTHS
 from integration_tests.simulated.programs import Outcome, Program, run
 from integration_tests.simulated.worlds import World, on_simulated
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 PROGRAMS: Final = {
     "flat": Program(scenario="asleep", optimizer="adam"),

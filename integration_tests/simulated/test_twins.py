@@ -72,7 +72,9 @@ JOBS: Final = {
 }
 
 
-@pytest.mark.parametrize("family", JOBS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.long) if number else name for number, name in enumerate(JOBS)]
+)
 def test_what_ranks_do_has_the_bits_of_the_cpu(family: str) -> None:
     """Losses, gradients and parameters are those of the CPU, bit for bit, and nothing races."""
     assert wrong_with(JOBS[family]()) == {}

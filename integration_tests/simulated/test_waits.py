@@ -11,7 +11,7 @@ from integration_tests.simulated.programs import OPTIMIZERS, Outcome, Program, r
 from integration_tests.simulated.waits import by_phase
 from integration_tests.simulated.worlds import on_simulated
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 
 @attrs.frozen
