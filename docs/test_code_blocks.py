@@ -163,6 +163,39 @@ def test_blocks_run_in_a_python_of_their_own(document: Path, tmp_path: Path) -> 
     assert done.returncode == 0, shown(document, done.stdout)
 
 
+#: What these pages do touches the bytes of tensors: in files, in checksums, on the wire.
+OF_BYTES = (
+    "sleep-and-wake",
+    "teachers",
+    "pretrained",
+    "publishing",
+    "same-bits",
+    "checkpoints",
+    "is-my-gradient-right",
+)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(name, marks=pytest.mark.long if number else ()) for number, name in enumerate(OF_BYTES)]
+)
+def test_blocks_run_without_numpy(page: str, tmp_path: Path) -> None:
+    """torch works without numpy, and so do we."""
+    (tmp_path / "hidden" / "numpy").mkdir(parents=True)
+    (tmp_path / "hidden" / "numpy" / "__init__.py").write_text('raise ModuleNotFoundError("hidden", name="numpy")\n')
+    paths = os.pathsep.join(filter(None, [str(tmp_path / "hidden"), os.environ.get("PYTHONPATH")]))
+    document = ROOT / "docs" / "guides" / f"{page}.md"
+    done = subprocess.run(
+        [sys.executable, str(script_of(document, tmp_path))],
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, shown(document, done.stdout)
+
+
 def script_of(document: Path, folder: Path) -> Path:
     """Write the file's program into the folder; if it has none, skip the test."""
     blocks = [block for block in blocks_of(document.read_text(encoding="utf-8")) if block.language == "python"]
