@@ -167,7 +167,6 @@ def test_blocks_run_in_a_python_of_their_own(document: Path, tmp_path: Path) -> 
 OF_BYTES = (
     "sleep-and-wake",
     "teachers",
-    "pretrained",
     "publishing",
     "same-bits",
     "checkpoints",

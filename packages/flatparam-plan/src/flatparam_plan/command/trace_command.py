@@ -36,7 +36,7 @@ def add_trace(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--out", metavar="FOLDER", help="run a program as `flatparam run` does; each rank leaves a trace here"
     )
     # By default it would be the whole usage above.
-    commands = added.add_subparsers(metavar="COMMAND", required=True, prog="flatparam trace")
+    commands = added.add_subparsers(metavar="COMMAND, or --out FOLDER SCRIPT", required=True, prog="flatparam trace")
     draw = add_command(commands, "draw", "draw the traces of one or more ranks as one SVG picture", __name__, "draw")
     draw.add_argument(
         "--all", action="store_true", help="the first of several steps, too: in it memory and much else is made"
