@@ -262,11 +262,12 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def installed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
     """Return what the script gives pip for these arguments."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or 0)
+    monkeypatch.setattr(subprocess, "call", lambda command, env=None: calls.append(command) or 0)
     assert run.main(["install", *arguments]) == 0
-    ((python, *rest),) = calls
-    assert rest[:3] == ["-m", "pip", "install"]
-    return [python, *(each.replace(str(run.ROOT / "packages") + "/", "") for each in rest[3:])]
+    builder, (python, *rest) = calls
+    assert (builder[0], builder[-1]) == (python, "hatchling>=1.27")
+    assert rest[:4] == ["-m", "pip", "install", "--no-build-isolation"]
+    return [python, *(each.replace(str(run.ROOT / "packages") + "/", "") for each in rest[4:])]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
 def test_install_names_all_that_is_needed(
     names: tuple[str, ...], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one call of pip, which finds none of them on an index; the rest goes to pip."""
+    """In one call of pip, which finds none of them on an index, after one for what builds all; the rest goes to pip."""
     python, *found = installed(monkeypatch, *names, "--", "--no-deps")
     assert python == sys.executable
     assert found[-1] == "--no-deps"
@@ -311,10 +312,22 @@ def test_install_into_an_environment(
 def test_wheels_for_a_machine_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--wheels` pip collects the wheels of ours and of what they need, and installs nothing."""
     calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: calls.append(command) or 0)
+    monkeypatch.setattr(subprocess, "call", lambda command, env=None: calls.append(command) or 0)
     assert run.main(["install", "--wheels", str(tmp_path), "core", "--", "--no-deps"]) == 0
     core = str(run.ROOT / "packages" / "flatparam-core")
-    assert calls == [[sys.executable, "-m", "pip", "wheel", "--wheel-dir", str(tmp_path), core, "--no-deps"]]
+    wheels = [sys.executable, "-m", "pip", "wheel", "--wheel-dir", str(tmp_path), "--no-build-isolation", core]
+    assert calls[1:] == [[*wheels, "--no-deps"]]
+
+
+def test_what_builds_the_packages_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then nothing is installed, and a sentence says why."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command, env=None: calls.append(command) or 1)
+    assert run.main(["install", "core"]) == run.FAILED
+    assert len(calls) == 1
+    assert "pip could not install hatchling" in capsys.readouterr().err
 
 
 def test_no_page_installs_from_an_index() -> None:

@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Dict, List, NoReturn, Tuple
@@ -432,7 +433,15 @@ def install_packages(arguments: List[str]) -> int:
     places = needed_by(arguments or ["flatparam"])
     aim = "into the environment of %s" % python if verb == ["install"] else "as wheels into %s" % verb[-1]
     say("Installing %s %s" % (", ".join(Path(p).name for p in places), aim))
-    return subprocess.call([str(python), "-m", "pip", *verb, *places, *more])
+    pip = [str(python), "-m", "pip"]
+    # What builds our packages, once for all of them: pip would install it anew for each.
+    with tempfile.TemporaryDirectory() as folder:
+        builder = [*pip, "install", "--quiet", "--disable-pip-version-check", "--target", folder, "hatchling>=1.27"]
+        if subprocess.call(builder) != 0:
+            raise Stop(FAILED, "pip could not install hatchling, which builds the packages: see above.")
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [*pip, *verb, "--no-build-isolation", *places, *more]
+        return subprocess.call(command, env=dict(os.environ, PYTHONPATH=path))
 
 
 def main(arguments: List[str]) -> int:
