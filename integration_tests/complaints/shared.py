@@ -104,10 +104,11 @@ def train(
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """The full state, from the state dict of any library."""
-    found = {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in model.state_dict().items()
-    }
-    return {name: each.detach().double() for name, each in found.items()}
+    found = {}
+    for name, each in model.state_dict().items():
+        full = each.full_tensor() if hasattr(each, "full_tensor") else each
+        found[name] = full.detach().double()
+    return found
 
 
 @attrs.frozen
@@ -120,13 +121,12 @@ class Off:
 
 def off(found: Any, expected: Any, start: Any, most: float = 1e-4) -> Off:
     """Compare models, or states: the worst parameter counts."""
-    found, expected, start = (each if isinstance(each, Mapping) else whole(each) for each in (found, expected, start))
-    return Off(
-        max(
-            ((found[name] - each).norm() / ((each - start[name]).norm() or 1)).item() for name, each in expected.items()
-        ),
-        most,
-    )
+    states = (each if isinstance(each, Mapping) else whole(each) for each in (found, expected, start))
+    found, expected, start = states
+    parts = []
+    for name, each in expected.items():
+        parts.append((found[name] - each).norm() / ((each - start[name]).norm() or 1))
+    return Off(max(part.item() for part in parts), most)
 
 
 @attrs.frozen

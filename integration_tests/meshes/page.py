@@ -1,10 +1,10 @@
 """Train a small Llama and a small Mixtral on meshes, by flatparam and by torch, and say what is right: docs/meshes.md.
 
-    nox -s meshes                  print the tables
-    nox -s meshes -- --write       and put them into docs/meshes.md
-    nox -s meshes -- --short       a few rows, and flatparam alone; fails if anything is wrong
-    nox -s meshes -- --products    only the pairs and triples of dimensions
-    nox -s meshes -- --peers       only what transformers shards by itself; it needs transformers
+    nox -s meshes                  # print the tables
+    nox -s meshes -- --write       # and put them into docs/meshes.md
+    nox -s meshes -- --short       # a few rows, and flatparam alone; fails if anything is wrong
+    nox -s meshes -- --products    # only the pairs and triples of dimensions
+    nox -s meshes -- --peers       # only what transformers shards by itself; it needs transformers
 
 In the first table each cell is a run of three steps: loss, every parameter's gradient, the norm of clipping and the
 weights are compared with those of one process that has all data. In the second each cell is a certificate

@@ -28,7 +28,8 @@ def make() -> torch.nn.Module:
 def in_the_model(name: str) -> str:
     """What PEFT calls a tensor of the files."""
     module, _, last = name.rpartition(".")
-    return f"base_model.model.{module}.base_layer.{last}" if module.endswith(LAYERS) else f"base_model.model.{name}"
+    inside = f"{module}.base_layer.{last}" if module.endswith(LAYERS) else name
+    return f"base_model.model.{inside}"
 
 
 def train() -> None:

@@ -230,14 +230,14 @@ def test_modules_that_are_saved_whole(peft: Any, rank0_only: bool, use_orig_para
 
 
 def test_without_wrappers_and_without_install(peft: Any) -> None:
-    """A model that is not wrapped is theirs alone, and after `uninstall` the functions are, too."""
+    """A model that is not wrapped is theirs alone, and after `uninstall` the functions are, until a model is wrapped."""
     with flatparam.install():
         wrapped()
         assert peft.get_peft_model_state_dict is not FUNCTIONS[0]
         assert set(peft.get_peft_model_state_dict(Layer())) == {"lora.weight"}
     assert peft.get_peft_model_state_dict is FUNCTIONS[0]
-    wrapped()
-    assert peft.get_peft_model_state_dict is FUNCTIONS[0]
+    model = wrapped()
+    assert set(peft.get_peft_model_state_dict(model)) == {"model.0.lora.weight", "model.1.lora.weight"}
 
 
 def test_an_error_leaves_the_names_alone(peft: Any) -> None:
