@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from flatparam_certify import certify
+from flatparam_certify import Certificate, certify
 from flatparam_comm.testing import be_patient
 from integration_tests.meshes.engines import OURS, THEIRS, Setting
 from integration_tests.meshes.training import run
@@ -119,17 +119,15 @@ def products() -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
+def certificate(place: str, case: str, engine: str, mesh: dict[str, int] | str) -> Certificate:
+    """Return the certificate of a case and an engine of the module `place`, in the settings of all rows."""
+    settings: dict[str, Any] = {"precisions": ("fp32",), "optimizers": ("adamw",)}
+    return certify(f"{place}:{case}", f"{place}:{engine}", mesh, groups_of_one=False, **settings)
+
+
 def certified(place: str, model: str, names: tuple[str, ...], engine: str) -> str:
     """Return what a cell says: right, in how many settings, or what is wrong in most of them."""
-    mesh = {DIMENSIONS[name]: 2 for name in names}
-    found = certify(
-        f"{place}:{model.upper()}",
-        f"{place}:{engine}",
-        mesh,
-        groups_of_one=False,
-        precisions=("fp32",),
-        optimizers=("adamw",),
-    )
+    found = certificate(place, model.upper(), engine, {DIMENSIONS[name]: 2 for name in names})
     ran = [each for each in found.runs if not each.skipped]
     wrong = [each for each in ran if each.findings]
     if not wrong:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatparam_certify import certify
 from flatparam_certify.meshes import DIMENSIONS, MeshSizes
 from flatparam_comm import Collectives, ProcessGroupCollectives
 from flatparam_comm.testing import run_processes
 from integration_tests.meshes import spread
+from integration_tests.meshes.page import SPREAD, certificate
 
 pytestmark = pytest.mark.processes
 
@@ -32,14 +32,7 @@ STEPS, SEED = 2, 0
 )
 def test_certified(case: str, engine: str, mesh: str) -> None:
     """Losses, gradients, norms and weights are those of one process; `nox -s meshes` has every pair and triple."""
-    found = certify(
-        f"integration_tests.meshes.spread:{case}",
-        f"integration_tests.meshes.spread:{engine}",
-        mesh,
-        groups_of_one=False,
-        precisions=("fp32",),
-        optimizers=("adamw",),
-    )
+    found = certificate(SPREAD, case, engine, mesh)
     assert found.is_right, found.table()
     assert all(not run.skipped for run in found.runs)
 

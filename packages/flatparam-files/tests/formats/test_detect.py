@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from flatparam_files import FORMATS, UnknownFormatError, open_source
 from flatparam_files.disk.checkpoint_error import CheckpointError
@@ -57,3 +58,12 @@ def test_a_pointer_of_git_lfs(name: str, inside: bool, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=r"pointer of Git LFS.*git lfs pull"):
         open_source(tmp_path if inside else tmp_path / name)
+
+
+def test_a_folder_of_an_adapter(tmp_path: Path) -> None:
+    """PEFT's folder is the file of the adapter in it, unless there is a whole model beside it."""
+    save_file({"base.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert list(open_source(tmp_path).tensors) == ["model/base.lora_A.weight"]
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(open_source(tmp_path).tensors) == ["model/w"]

@@ -88,11 +88,12 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
 
 
 def _inside(path: Path) -> list[Path]:
-    """Return the paths to open: `path` itself, or those that accelerate keeps in a directory."""
+    """Return the paths to open: `path` itself, or what accelerate, or PEFT for an adapter, keeps in a directory."""
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]
-    return [path]
+    adapter = path / "adapter_model.safetensors"
+    return [adapter if adapter.is_file() and not (path / SINGLE_FILE).exists() else path]
 
 
 def _format_of(path: Path) -> str:

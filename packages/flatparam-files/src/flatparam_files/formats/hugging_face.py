@@ -51,11 +51,7 @@ def open_hugging_face(path: AnyPath) -> StoredSource:
 
 
 def write_hugging_face(
-    source: Source,
-    path: AnyPath,
-    *,
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    dry_run: bool = False,
+    source: Source, path: AnyPath, *, max_shard_nbytes: int = MAX_SHARD_NBYTES, dry_run: bool = False
 ) -> dict[str, int]:
     """Write the model of a source as safetensors with the names that `from_pretrained` looks for.
 
@@ -134,10 +130,7 @@ def _write_file(path: Path, tensors: Mapping[str, Stored]) -> None:
     # Wide elements first: then each tensor begins at a multiple of its own itemsize.
     order = sorted(tensors.items(), key=lambda item: (-item[1].info.dtype.itemsize, item[0]))
     infos = {name: stored.info for name, stored in order}
-    with (
-        SparseFile(path) as file,
-        TensorFileWriter(cast("BinaryIO", file), infos, {"format": "pt"}) as writer,
-    ):
+    with SparseFile(path) as file, TensorFileWriter(cast("BinaryIO", file), infos, {"format": "pt"}) as writer:
         for name, stored in order:
             writer.write(name, stored.read(Span(0, stored.info.numel)))
 

@@ -18,12 +18,7 @@ from flatparam_files.formats.whole_sources import stored_source
 
 
 def write_checkpoint(
-    source: Source,
-    directory: AnyPath,
-    *,
-    world_size: int = 1,
-    step: int = 0,
-    dry_run: bool = False,
+    source: Source, directory: AnyPath, *, world_size: int = 1, step: int = 0, dry_run: bool = False
 ) -> dict[str, int]:
     """Write a source as the checkpoint of `step` in the directory of a run, as `world_size` ranks would have.
 
