@@ -149,7 +149,8 @@ class Certificate:
     def _about(self, about: str, where: _Where) -> list[str]:
         mine = [each for each in self.findings if each.about == about]
         if not mine:
-            return [] if about in ("run", "no_sync") else [f"{about}: right"]
+            of = " for these gradients" if about != "loss" and any(f.about == "gradient" for f in self.findings) else ""
+            return [] if about in ("run", "no_sync") else [f"{about}: right{of}"]
         lines = []
         for text, same in _by_text(mine).items():
             # Of many parameters with one diagnosis, the first is enough.

@@ -226,23 +226,13 @@ class Doctor:
         return self._accepted(found, self.expected.parts.sum((0, 1)), None, factor, relative, absolute)
 
     def _accepted(
-        self,
-        found: Tensor,
-        wanted: Tensor,
-        sizes: Tensor | None,
-        factor: float,
-        relative: float,
-        absolute: float,
+        self, found: Tensor, wanted: Tensor, sizes: Tensor | None, factor: float, relative: float, absolute: float
     ) -> float | None:
         """Return `factor`, rounded, if `found` is `factor * wanted` within rounding; None, if it is not."""
         if not factor or not math.isfinite(factor):
             return None
         sizes = self.expected.parts.abs().sum((0, 1)) if sizes is None else sizes
-        for tried in (
-            float(round(factor)),
-            1.0 / round(1 / factor) if abs(1 / factor) > 0.5 else 0.0,
-            factor,
-        ):
+        for tried in (float(round(factor)), 1.0 / round(1 / factor) if abs(1 / factor) > 0.5 else 0.0, factor):
             near = bool(tried) and abs(tried / factor - 1) < _ROUND
             if near and _fits(found, tried * wanted, abs(tried) * sizes, relative, max(1.0, abs(tried)) * absolute):
                 return tried
@@ -333,8 +323,7 @@ class Doctor:
             is_of = dtype == torch.bfloat16 if is_bf16 else noise < most * unit
             if is_of and _fits(found, self.expected.total, sizes, relative, self.expected.inside):
                 return Diagnosis(
-                    "low-precision",
-                    f"summed in {shown}: too far off for fp32, and what rounding to {shown} explains",
+                    "low-precision", f"summed in {shown}: too far off for fp32, and what rounding to {shown} explains"
                 )
             factor = self._accepted(
                 found,
