@@ -14,7 +14,8 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     jobs: dict[int, list[Job]] = {}
     for item in request.session.items:
         if hasattr(getattr(item, "function", None), "jobs"):
-            jobs.setdefault(item.callspec.params["size"], []).extend(item.function.jobs)
+            asked = item.callspec.params
+            jobs.setdefault(asked["size"], []).extend(item.function.jobs[asked["part"]])
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent

@@ -55,21 +55,31 @@ class Job:
 
 
 def on_ranks(*sizes: int, **axes: Sequence[Any]) -> Callable[[Body], Any]:
-    """Make a test, for each size of a world, of a function that its ranks call with each combination of `axes`."""
-    cases = [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    """Make a test, for each size of a world, of a function that its ranks call with each combination of `axes`.
+
+    Of three axes or more every second combination, which are all pairs of values, is short; a second test, which is
+    long, has the rest.
+    """
+    parts: dict[str, list[tuple[tuple[str, Any], ...]]] = {"some": [], "rest": []}
+    for places in itertools.product(*(range(len(values)) for values in axes.values())):
+        case = tuple((name, axes[name][place]) for name, place in zip(axes, places, strict=True))
+        parts["rest" if len(axes) > 2 and sum(places) % 2 else "some"].append(case)
 
     def decorate(body: Body) -> Any:
-        jobs = [_job(body, case) for case in cases]
+        jobs = {part: [_job(body, case) for case in cases] for part, cases in parts.items()}
 
-        def test(worlds: Worlds, size: int) -> None:
-            worlds.demand(size, jobs)
+        def test(worlds: Worlds, size: int, part: str) -> None:
+            worlds.demand(size, jobs[part])
 
         test.__name__ = test.__qualname__ = body.__name__
         test.__doc__ = body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         test.jobs = jobs  # type: ignore[attr-defined]
-        return pytest.mark.processes(pytest.mark.parametrize("size", sizes)(test))
+        tests = [pytest.param(size, "some", id=str(size)) for size in sizes]
+        if parts["rest"]:
+            tests += [pytest.param(size, "rest", id=f"{size}, the rest", marks=pytest.mark.long) for size in sizes]
+        return pytest.mark.processes(pytest.mark.parametrize(("size", "part"), tests)(test))
 
     return decorate
 
