@@ -30,7 +30,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-state": Budget(5_106, 4_700),
     "flatparam": Budget(6_937, 6_000),
     "flatparam-clients": Budget(3_535, 8_000),
-    "flatparam-files": Budget(7_996, 8_000),
+    "flatparam-files": Budget(7_995, 8_000),
     "flatparam-certify": Budget(2_974, 8_000),
     "flatparam-checkpoint": Budget(3_229, 8_000),
     "flatparam-guard": Budget(3_069, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(393, 350),
     "files under 100 lines": Budget(110, 110),
-    "lines": Budget(70_713, 52_000),
+    "lines": Budget(70_712, 52_000),
     "lines of imports and `__all__`, per mille": Budget(86, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

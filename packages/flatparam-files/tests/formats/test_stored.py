@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flatparam_core import Span
 from flatparam_files.disk.source import Box, TensorInfo, row_major_boxes
+from flatparam_files.disk.system import bytes_of
 from flatparam_files.formats.stored_tensors import Storage, StridedTensor
 from flatparam_files.formats.torch_archive import open_archive
 
@@ -101,3 +102,20 @@ def test_overlaps_of_boxes() -> None:
     """The overlap of boxes is their common elements, and has none where they do not meet."""
     assert Box((0, 2), (4, 4)).overlap(Box((1, 0), (9, 3))) == Box((1, 2), (3, 1))
     assert Box((0,), (2,)).overlap(Box((5,), (2,))).numel == 0
+
+
+def test_the_memory_of_a_tensor() -> None:
+    """`bytes_of` is the memory itself, and keeps it; a tensor that has no such memory is refused."""
+    tensor = torch.arange(4, dtype=torch.uint8)
+    view = bytes_of(tensor)
+    tensor[1] = 9
+    del tensor
+    assert view.tobytes() == bytes([0, 9, 2, 3])
+    assert len(bytes_of(torch.empty(0, dtype=torch.uint8))) == 0
+    for wrong in (
+        torch.ones(2),
+        torch.arange(4, dtype=torch.uint8)[::2],
+        torch.empty(2, dtype=torch.uint8, device="meta"),
+    ):
+        with pytest.raises(TypeError, match="expected contiguous uint8 on the CPU"):
+            bytes_of(wrong)

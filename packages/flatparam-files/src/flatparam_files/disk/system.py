@@ -306,7 +306,12 @@ def bytes_view(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """Return the memory of a 1-D tensor of bytes on the CPU, without a copy and without numpy; it keeps the tensor."""
+    """Return the memory of a contiguous 1-D tensor of uint8 on the CPU, which it keeps; no copy, and no numpy.
+
+    Raises TypeError for any other tensor: its address is no memory of this length.
+    """
+    if not (flat.is_cpu and flat.is_contiguous() and flat.dtype is torch.uint8):
+        raise TypeError(f"expected contiguous uint8 on the CPU, found {flat.dtype}, {flat.stride()}, {flat.device}")
     memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     memory.tensor = flat  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")

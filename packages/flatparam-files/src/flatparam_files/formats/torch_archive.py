@@ -21,13 +21,7 @@ from flatparam_files.disk.system import ByteFile, buffer_of, open_regular
 from flatparam_files.formats.output import Appended, SparseFile
 from flatparam_files.formats.pickle_reader import AdmittedNames, Global, is_key, read_pickle
 from flatparam_files.formats.pickle_writer import Persistent, PickledCall, pickle_of
-from flatparam_files.formats.stored_tensors import (
-    Storage,
-    Stored,
-    StridedTensor,
-    check_apart,
-    row_major,
-)
+from flatparam_files.formats.stored_tensors import Storage, Stored, StridedTensor, check_apart, row_major
 
 # The dtypes of the storage classes that torch pickles a tensor with. The others go as an `UntypedStorage` and a dtype.
 STORAGE_NAMES: Final[Mapping[torch.dtype, str]] = {
