@@ -20,7 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from flatparam import FullyShardedDataParallel
+from flatparam import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from flatparam.wrap import ModuleWrapPolicy
 from flatparam_comm import Collectives, SilentCollectives, SingleCollectives, run_threads
 from flatparam_runtime import Event, observe, units_in
 from integration_tests.parity import models
@@ -179,6 +180,40 @@ def test_frozen_parameters_take_no_gradient_memory() -> None:
     for of_rank in run_threads(2, frozen_buffers):
         assert {trained for trained, _ in of_rank} == {True, False}
         assert all((size > 0) == trained for trained, size in of_rank)
+
+
+def copies_after_forward(group: Collectives, original: bool) -> tuple[list[int], list[int]]:
+    """The full parameters that a forward pass leaves, and those that gradients of the pass leave, unit by unit."""
+    block, mixed = ModuleWrapPolicy({models.Block}), MixedPrecision(param_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(
+        uneven_chain(),
+        group,
+        ShardingStrategy.NO_SHARD,
+        auto_wrap_policy=block,
+        mixed_precision=mixed,
+        use_orig_params=original,
+    )
+
+    def left() -> list[int]:
+        handles = [handle for unit in units_in(model) for handle in unit.handles]
+        return [handle.full_nbytes() if handle.is_unsharded else 0 for handle in handles]
+
+    for _ in range(2):
+        loss = model(torch.ones(3, 4)).float().square().mean()
+        after = left()
+        loss.backward()
+    return after, left()
+
+
+@pytest.mark.filterwarnings("ignore:NO_SHARD is deprecated", "ignore:the world has one rank")
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_in_the_compute_dtype(original: bool, ranks: int) -> None:
+    """Without shards, too, a unit's bfloat16 copy goes after its forward: only those that backward begins with stay."""
+    root, *_, last = (nbytes // 2 for nbytes in full_nbytes(1, aligned=original))
+    after, at_rest = run_threads(ranks, copies_after_forward, original)[0]
+    assert ([*map(bool, after)], at_rest) == ([True, *[False] * (len(HIDDEN) - 1), True], [0] * (1 + len(HIDDEN)))
+    assert sum(after) >= root + last
 
 
 def at_rest(group: Collectives, setting: Setting) -> dict[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 
+import pytest
 import torch
 from each_row import each_row
 from torch import Tensor
 
+from flatparam_sums import expansions
 from flatparam_sums.expansions import Expansion, add_exactly, exact_sum, root_of, rounded, sum_exactly
 from flatparam_sums.weighing import MOST
 
@@ -147,3 +150,31 @@ def test_pairs(dtype: torch.dtype) -> None:
     assert torch.equal(short.nan_to_num(5.0), long.nan_to_num(5.0))
     assert torch.equal(short.isnan(), long.isnan())
     assert torch.equal(short.signbit() & ~short.isnan(), long.signbit() & ~long.isnan())
+
+
+def test_the_host_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator is waited for once, however many blocks there are, as long as one float64 holds each sum."""
+    read = list[str]()
+
+    def counted(name: str) -> Callable[[Tensor], object]:
+        original = getattr(Tensor, name)
+
+        def call(tensor: Tensor) -> object:
+            read.append(name)
+            return original(tensor)
+
+        return call
+
+    for name in ("tolist", "__bool__", "__float__", "item"):
+        monkeypatch.setattr(Tensor, name, counted(name))
+    monkeypatch.setattr(expansions, "BLOCK", 16)
+    rows, output = [torch.randn(100) for _ in range(4)], torch.empty(100)
+    for count in (2, 3):
+        read.clear()
+        sum_exactly(rows[:count], [1.0] * count, 2.0, output)
+        assert read == ["tolist"]
+    rows[1][40] = rows[0][40] * 2.0**-60
+    sum_exactly(rows[:3], [1.0] * 3, 2.0, output)
+    assert "__bool__" in read, "the block with a number that is too small is added again"
+    exact = sum(Fraction(float(row[40])) for row in rows[:3]) / 2
+    assert float(output[40]) == nearest(exact, torch.float32)

@@ -12,15 +12,7 @@ from torch import Tensor
 from flatparam_comm import Averaging, Collectives, FlatParamHandle, Pending, Reducer
 from flatparam_comm.collectives import Parts
 from flatparam_runtime import FlatParamError
-from flatparam_sums.expansions import (
-    Expansion,
-    add_exactly,
-    block_of,
-    exact_sum,
-    root_of,
-    rounded,
-    sum_exactly,
-)
+from flatparam_sums.expansions import Expansion, add_exactly, block_of, exact_sum, root_of, rounded, sum_exactly
 from flatparam_sums.residuals import Residuals
 from flatparam_sums.wire import Codec, Wire, WireGather, codec_of, encoded
 
@@ -184,15 +176,7 @@ class ExactSums:
             output, parts = handle.begin_reduce_parts()
             factors = [*self.weights] or [1.0] * shard.size
             return output, _ExactSum(
-                self,
-                reducer,
-                handle,
-                [parts],
-                factors,
-                divisor,
-                output,
-                label,
-                is_expanded=bool(self.weights),
+                self, reducer, handle, [parts], factors, divisor, output, label, is_expanded=bool(self.weights)
             )
         if held is None:
             gradients.collect()
@@ -220,16 +204,7 @@ class ExactSums:
         # On every rank alike, whatever it has itself.
         is_expanded = bool(widths or self.weights or self.wire)
         made = _ExactSum(
-            self,
-            reducer,
-            handle,
-            given,
-            factors,
-            divisor,
-            output,
-            label,
-            is_expanded=is_expanded,
-            codec=codec,
+            self, reducer, handle, given, factors, divisor, output, label, is_expanded=is_expanded, codec=codec
         )
         return output, made
 

@@ -20,8 +20,8 @@ Expansion: TypeAlias = list[Tensor]
 
 BLOCK: Final = 2**15
 """Elements that a CPU adds at once, so that what is in between stays in a core's cache."""
-DEVICE_BLOCK: Final = 2**21
-"""Elements that an accelerator adds at once; after each block the host reads whether anything was lost."""
+DEVICE_BLOCK: Final = 2**23
+"""Elements that an accelerator adds at once."""
 _SPLIT: Final = 2.0**27 + 1
 """T. J. Dekker's constant, which cuts a float64 into two halves."""
 
@@ -64,39 +64,45 @@ def add_exactly(total: Expansion, numbers: Tensor, factor: float = 1.0) -> None:
 def sum_exactly(rows: Sequence[Tensor], factors: Sequence[float], divisor: float, output: Tensor) -> None:
     """Fill `output` with the exact sum of the rows times their factors, over `divisor`, rounded once.
 
+    Each block is added in one float64 first. Whether that has lost anything is read once for all blocks, since an
+    accelerator is waited for each time; blocks that have lost something are added again, as expansions.
+
     Args:
-        rows: 1-D, of any floating dtypes, as long as `output`.
+        rows: 1-D, of any floating dtypes, as long as `output`, in other memory.
     """
     # The sum of two numbers is rounded once by the processor; halving loses nothing then, not even of subnormals.
     is_pair = len(rows) == 2 and {*factors} == {1.0} and divisor == 2.0 and rows[0].dtype == output.dtype
     size = block_of(output)
-    for start in range(0, output.numel(), size):
-        parts, result = [row[start : start + size] for row in rows], output[start : start + size]
+    blocks = [slice(start, start + size) for start in range(0, output.numel(), size)]
+    exact = list[Tensor]()
+    for block in blocks:
+        parts, result = [row[block] for row in rows], output[block]
         if is_pair:
             torch.add(*parts, out=result).mul_(0.5).add_(0.0)
             # The sum of large numbers may be infinite where its half is not.
-            if result.sum().isfinite():
-                continue
-        total: Expansion = []
-        plain = _plain_sum(parts, factors)
-        if plain is not None:
-            total.append(plain)
+            exact.append(result.sum().isfinite())
         else:
-            for part, factor in zip(parts, factors, strict=True):
-                add_exactly(total, part, factor)
-        result.copy_(rounded(total, divisor, output.dtype))
+            total, is_kept = _plain_sum(parts, factors)
+            result.copy_(rounded([total], divisor, output.dtype))
+            exact.append(is_kept)
+    for block, is_exact in zip(blocks, torch.stack(exact).tolist() if exact else (), strict=True):
+        if not is_exact:
+            expansion = Expansion()
+            for row, factor in zip(rows, factors, strict=True):
+                add_exactly(expansion, row[block], factor)
+            output[block].copy_(rounded(expansion, divisor, output.dtype))
 
 
-def _plain_sum(rows: Sequence[Tensor], factors: Sequence[float]) -> Tensor | None:
-    """Return the sum in one float64, or None if that loses anything; an accelerator is waited for once."""
-    total, kept = _times(rows[0], factors[0]), None
+def _plain_sum(rows: Sequence[Tensor], factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the sum in one float64, and whether that has lost nothing: one bool, on the device."""
+    total = _times(rows[0], factors[0])
+    kept = torch.ones((), dtype=torch.bool, device=total.device)
     for row, factor in zip(rows[1:], factors[1:], strict=True):
         number = _times(row, factor)
         added = total + number
-        is_kept = _kept(total, number, added)
-        kept = is_kept if kept is None else kept.logical_and_(is_kept)
+        kept = _kept(total, number, added).logical_and_(kept)
         total = added
-    return total if kept is None or bool(kept.all()) else None
+    return total, kept.all()
 
 
 def _times(numbers: Tensor, factor: float) -> Tensor:

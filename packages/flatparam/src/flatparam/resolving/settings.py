@@ -19,25 +19,11 @@ from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from flatparam.compat import as_config, as_enum
 from flatparam.resolving.arguments import Arguments, Environment, carriage_of
 from flatparam.resolving.groups import resolve_groups
-from flatparam.resolving.parameters import (
-    Ignored,
-    ResolvedRules,
-    resolve_device,
-    resolve_ignored,
-    resolve_rules,
-)
+from flatparam.resolving.parameters import Ignored, ResolvedRules, resolve_device, resolve_ignored, resolve_rules
 from flatparam.wrap import chosen_by
 from flatparam_comm import Topology
 from flatparam_core import Precision, clean_fqn, owner_of
-from flatparam_runtime import (
-    BackwardOrder,
-    BufferDtype,
-    Casting,
-    PrefetchPlan,
-    UnitPlan,
-    unit_of,
-    warn_caller,
-)
+from flatparam_runtime import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan, unit_of, warn_caller
 
 _FREES_EARLY: Final = {
     ShardingStrategy.FULL_SHARD: True,
@@ -53,13 +39,7 @@ _BACKWARD_ORDER: Final = {
     BackwardPrefetch.BACKWARD_POST: BackwardOrder.AFTER_COMPUTE,
 }
 
-_FLAGS: Final = (
-    "sync_module_states",
-    "limit_all_gathers",
-    "use_orig_params",
-    "broadcast_buffers",
-    "clean_names",
-)
+_FLAGS: Final = ("sync_module_states", "limit_all_gathers", "use_orig_params", "broadcast_buffers", "clean_names")
 
 _OF_ONE_DTYPE: Final = (
     *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -179,12 +159,16 @@ def resolve(module: nn.Module, arguments: Arguments, inherited: Inherited | None
     precision, casting, buffer_dtype = resolve_precision(arguments.mixed_precision, is_left_out=is_left_out)
     if type(module) in _OF_ONE_DTYPE:
         casting = attrs.evolve(casting, below_root=True)
+    # A cast copy of what a rank has whole is made again without any traffic.
+    frees_early = _FREES_EARLY[strategy] or (
+        strategy is ShardingStrategy.NO_SHARD and precision.param_dtype is not None
+    )
     plan = UnitPlan(
         topology,
-        free_after_forward=_FREES_EARLY[strategy],
+        free_after_forward=frees_early,
         keeps_last=True,
         overlaps_reductions=None,
-        free_after_unsynced_backward=_FREES_EARLY[strategy],
+        free_after_unsynced_backward=frees_early,
         prefetch=resolve_prefetch(arguments.forward_prefetch, arguments.backward_prefetch),
         casting=casting,
         buffer_dtype=buffer_dtype,
@@ -206,10 +190,7 @@ def _warn_of_no_shard(asked: ShardingStrategy, arguments: Arguments, topology: T
     """Say once for a tree of wrappers that `NO_SHARD` is deprecated; one rank shards nothing in any case."""
     is_passed_on = isinstance(arguments.process_group, Topology)
     if asked is ShardingStrategy.NO_SHARD and not is_passed_on and topology.data_parallel_size > 1:
-        warn_caller(
-            "NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does",
-            FutureWarning,
-        )
+        warn_caller("NO_SHARD is deprecated, as in torch: it does what DistributedDataParallel does", FutureWarning)
 
 
 def resolve_prefetch(forward_prefetch: int, backward_prefetch: Any) -> PrefetchPlan:
