@@ -195,6 +195,17 @@ def test_the_numbers_are_those_of_one_process(way: Way) -> None:
         assert sum(found[kind][1] for found in results) == STEPS * times
 
 
+def orders(ranks: Collectives) -> list[tuple[int, ...]]:
+    model = made(Way("flat", (1, 1)))
+    with summon_full_params(model):
+        return [p.to_local().stride() for name, p in model.named_parameters() if name.endswith("columns")]
+
+
+def test_a_cut_over_one_rank_is_none() -> None:
+    """What is cut by columns over a mesh of one rank lies by rows, as it did; so its products have the same bits."""
+    assert run_processes(1, orders) == [[(SHAPES["columns"][1], 1)]]
+
+
 # The state
 
 

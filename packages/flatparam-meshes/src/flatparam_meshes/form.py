@@ -128,10 +128,9 @@ class MeshForm:
                 "the ranks of that mesh, or leave it whole (ignored_modules)"
             )
         keeps_rows = bool(vars(parameter).pop(KEEPS_ROWS, False))
-        strides = tuple(parameter.stride()) if keeps_rows else _strides(parameter, placements)
+        strides = tuple(parameter.stride()) if keeps_rows else _strides(parameter, mesh, placements)
         made = cls(mesh, placements, parameter.shape, strides, keeps_rows=keeps_rows)
-        if parameter.is_meta:
-            made.to_come = parameter
+        made.to_come = parameter if parameter.is_meta else None
         return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -147,7 +146,7 @@ class MeshForm:
         one interval of them, or a few. A part that is cut along dimension 0, or not at all, is returned as it is.
         """
         local = tensor.to_local()
-        cut = () if self.keeps_rows else _cut_dimensions(self.placements)
+        cut = () if self.keeps_rows else _cut_dimensions(self.mesh, self.placements)
         first = tuple(range(len(cut)))
         return local if cut == first else local.movedim(cut, first).contiguous().movedim(first, cut)
 
@@ -246,7 +245,7 @@ class MeshForm:
                 "flatparam.checkpoint.state_dict.get_state_dict() gives with torch.distributed.checkpoint"
             )
         part_shape, start = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        if len(_cut_dimensions(self.placements)) > 1:
+        if len(_cut_dimensions(self.mesh, self.placements)) > 1:
             # Each part gets as many numbers as the first one, which is the largest.
             number, largest = 0, list(self.shape)
             for place, size, placement in zip(self._here, self.mesh.shape, self.placements, strict=True):
@@ -333,14 +332,15 @@ def _ranks(mesh: DeviceMesh, dimension: int) -> list[int]:
     return torch.distributed.get_process_group_ranks(mesh.get_group(dimension))
 
 
-def _cut_dimensions(placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return the dimensions of the tensor that are cut over ranks, in order."""
-    return tuple(sorted({each.dim for each in placements if isinstance(each, Shard)}))
+def _cut_dimensions(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return the dimensions of the tensor that are cut over several ranks, in order."""
+    several = (each for size, each in zip(mesh.shape, placements, strict=True) if size > 1)
+    return tuple(sorted({each.dim for each in several if isinstance(each, Shard)}))
 
 
-def _strides(parameter: DTensor, placements: Sequence[Placement]) -> tuple[int, ...]:
+def _strides(parameter: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the strides of the whole tensor if the dimensions that are cut come first in memory."""
-    cut = _cut_dimensions(placements)
+    cut = _cut_dimensions(mesh, placements)
     if cut == tuple(range(len(cut))):
         return tuple(parameter.stride())
     order = [*cut, *(dimension for dimension in range(parameter.dim()) if dimension not in cut)]

@@ -66,11 +66,15 @@ class Matrix:
     """For each rank that has elements of it, which ones, counted in memory order."""
     blocks: tuple[HeldBlock, ...] = ()
     """If parts are no intervals of the memory order: what is counted instead, block after block, each in its order."""
+    is_spread: bool = False
+    """Whether ranks of another mesh hold parts of it: then the memory order is none that the model has chosen."""
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return the whole of 1-D `flat`, in which elements are counted as in `spans`; it may be a view."""
         if not self.blocks:
-            return flat.as_strided(self.spec.shape, self.spec.stride)
+            found = flat.as_strided(self.spec.shape, self.spec.stride)
+            # The bits of products and sums may depend on the order.
+            return found.contiguous() if self.is_spread else found
         found = flat.new_empty(self.spec.shape)
         for block, part in zip(self.blocks, self._parts(flat), strict=True):
             block.of(found).copy_(part)

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_comm import FlatParamError, Span, Topology, streams_of
-from flatparam_optim.matrices.members import (
-    Member,
-    Presence,
-    Settings,
-    StateOf,
-    StepsEachMatrix,
-    WholeStep,
-)
+from flatparam_optim.matrices.members import Member, Presence, Settings, StateOf, StepsEachMatrix, WholeStep
 from flatparam_optim.matrices.routes import HeldBlock, Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
 
@@ -217,15 +210,13 @@ class MatrixStepper:
                 )
             held, blocks = _in_blocks(parts[:ranks])
             cost = self.rule.cost(spec.shape, member.settings)
-            matrices.append(Matrix(spec, cost, member.spans(held), blocks))
+            matrices.append(Matrix(spec, cost, member.spans(held), blocks, member.form is not None))
             keepers.append([place for place, one in enumerate(told) if one[number][2]])
         replicas = 1 if topology.replicate is None else topology.replicate.size
         return Routes.plan(matrices, ranks, replicas, keepers=keepers if self.rule.keeps_state else None)
 
 
-def _in_blocks(
-    told: Sequence[tuple[Span | None, HeldBlock | None]],
-) -> tuple[list[Span | None], tuple[HeldBlock, ...]]:
+def _in_blocks(told: Sequence[tuple[Span | None, HeldBlock | None]]) -> tuple[list[Span | None], tuple[HeldBlock, ...]]:
     """Return what each rank holds of a `DTensor`, counted block after block if it is cut into blocks, and these."""
     blocks = sorted({each for _, each in told if each is not None}, key=lambda each: each.offsets)
     starts = dict(zip(blocks, itertools.accumulate((each.numel for each in blocks), initial=0), strict=False))
