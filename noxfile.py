@@ -305,6 +305,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
         *("-m", "integration_tests.simulated.overlap"),
         *("--pictures", "build/overlap", "--docs", "docs/pictures"),
     ),
+    "planted": ("tools/planted_faults.py",),  # faults of one line in each layer: the tests find them; an hour
     "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
 }
 
