@@ -26,7 +26,7 @@ _SEEDS_OF_A_STEP: Final = 1_000_003
 @final
 @attrs.frozen
 class Case:
-    """What is trained. Each function is called with torch's generator seeded, so it may draw random numbers.
+    """A model, its data and its loss. Each function is called with torch's generator seeded: it may draw numbers.
 
     Attributes:
         build: returns the model, on the CPU, with parameters in float32. Every rank and the reference get the same one.

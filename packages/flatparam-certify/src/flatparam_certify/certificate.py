@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import attrs
 
 ABOUT: Final = ("gradient", "loss", "clip norm", "clipped gradient", "weights", "no_sync", "run")
-"""What a finding can be about."""
+"""The subjects that a finding can have."""
 _HOW: Final = {
     "equal": "equal bits",
     "order": "within the order of sums",
@@ -77,7 +77,7 @@ class CertifiedRun:
 @final
 @attrs.frozen
 class Certificate:
-    """What `certify` returns.
+    """The result of `certify`.
 
     Attributes:
         engine: its name.

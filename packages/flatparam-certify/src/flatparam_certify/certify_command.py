@@ -29,7 +29,7 @@ CPU, over gloo.
 """
 
 _QUIETER: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR", "MKL_CBWR": "AVX2,STRICT", "OMP_NUM_THREADS": "1"}
-"""What the ranks find in their environment, if nobody has set it: no warnings of DDP about parameters that are used,
+"""The environment of the ranks, if nobody has set it: no warnings of DDP about parameters that are used,
 and products of matrices whose bits do not depend on where their operands lie."""
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a gradient: hypotheses about how it was made of the contributions, the simplest first.
+"""The fault in a gradient: hypotheses about how it was made of the contributions, the simplest first.
 
 Each hypothesis says what the gradient would be, and is taken if that explains every element within what rounding can
 do. The contributions of all micro-batches of all data ranks are known, so few gradients remain unexplained.
@@ -27,7 +27,7 @@ _ROUND: Final = 1e-4
 @final
 @attrs.frozen
 class Diagnosis:
-    """What is wrong.
+    """The fault.
 
     Attributes:
         code: one word for programs: `factor`, `zero`, `not-reduced`, ...

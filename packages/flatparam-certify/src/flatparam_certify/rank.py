@@ -21,7 +21,7 @@ from flatparam_certify.trainer import Trainer, why_not_clipped
 @final
 @attrs.frozen(eq=False)
 class StepSeen:
-    """What a rank saw in one step; tensors are whole, and in the dtype that the engine has them in.
+    """The record of a rank of one step; tensors are whole, and in the dtype that the engine has them in.
 
     Attributes:
         weights: the parameters before the step.
@@ -41,7 +41,7 @@ class StepSeen:
 @final
 @attrs.frozen(eq=False)
 class RunSeen:
-    """What a rank saw in a run.
+    """The record of a rank of a run.
 
     Attributes:
         steps: each step.

@@ -1,4 +1,4 @@
-"""What one process computes: what each micro-batch of each data rank adds to the gradient, and how exactly."""
+"""The computation of one process: the part of each micro-batch in the gradient, and how exact it is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Expected:
 @final
 @attrs.frozen(eq=False)
 class StepExpected:
-    """What one process finds in a step.
+    """The findings of one process in a step.
 
     Attributes:
         losses: the loss of each micro-batch of each data rank, in float64, of shape (micro-batches, data ranks).

@@ -1,4 +1,4 @@
-"""What an engine hands back: how to run, clip and read a model that it has made its own."""
+"""The answer of an engine: how to run, clip and read a model that it has made its own."""
 
 from __future__ import annotations
 

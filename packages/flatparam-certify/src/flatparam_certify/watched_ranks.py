@@ -60,7 +60,7 @@ class Failed:
 @final
 @attrs.frozen
 class _Plan:
-    """What a rank is told when it begins; the case and the engine are pickled."""
+    """The orders of a rank, which it gets when it begins; the case and the engine are pickled."""
 
     rank: int
     mesh: MeshSizes

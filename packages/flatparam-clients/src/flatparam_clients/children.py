@@ -143,7 +143,7 @@ _wrapped_here: list[bool] = []
 @final
 @attrs.define(eq=False)
 class Reach:
-    """What `flatparam run` knows of the program that it runs; at the end it says if no model was wrapped.
+    """The knowledge that `flatparam run` has of the program that it runs; at the end it says if no model was wrapped.
 
     It says so if the program has ended well, and has started workers.
     """

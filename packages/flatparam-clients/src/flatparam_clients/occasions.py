@@ -1,4 +1,4 @@
-"""What client programs need when a model is sharded: the wrapper calls these functions, if this package is there.
+"""The needs of client programs when a model is sharded: the wrapper calls these functions, if this package is there.
 
 The average of a copy that was made before the model was sharded, such as that of Lightning's `WeightAveraging`, has
 whole parameters, and the model has shards. What goes through both, parameter by parameter, ends in an error about sizes

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint plans and reads: one checkpoint on all ranks, whatever an optimizer has."""
+"""The plans and reads of torch.distributed.checkpoint: one checkpoint on all ranks, whatever an optimizer has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What add-ons have: names that a package promises, and modules behind seams, each imported when asked for."""
+"""The things of add-ons: names that a package promises, and modules behind seams, each imported when asked for."""
 
 from __future__ import annotations
 

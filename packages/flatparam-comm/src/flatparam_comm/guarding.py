@@ -32,7 +32,7 @@ _LOG: Final = logging.getLogger("flatparam_comm")
 
 
 class GroupMonitor(Protocol):
-    """What follows the collectives of this process on one process group.
+    """An observer of the collectives of this process on one process group.
 
     An engine calls the first three methods; a transport of its own beside the group's backend calls the others, too.
     """

@@ -38,7 +38,7 @@ ALIGNMENT_NBYTES: Final = Threshold(
     least=0,
     most=2**12,
 )
-"""What fast kernels for products, and collectives, ask for; 0 leaves no gap between parameters."""
+"""The alignment that fast kernels for products, and collectives, ask for; 0 leaves no gap between parameters."""
 CPU_ALIGNMENT_NBYTES: Final = Threshold(
     "core.cpu_alignment_nbytes",
     0,

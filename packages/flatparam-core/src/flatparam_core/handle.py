@@ -75,7 +75,7 @@ class FlatParamHandle:
     taken_over: tuple[str, ...] = ()
     """The parameters that the user gave other data, which the last unshard copied to the shard."""
     unit: str = ""
-    """What messages call the module that the parameters belong to, if a runtime says it."""
+    """The name in messages of the module that the parameters belong to, if a runtime says it."""
 
     def __attrs_post_init__(self) -> None:
         self.flat_param._held_by = weakref.ref(self)
@@ -527,7 +527,7 @@ class FlatParamHandle:
 
     @property
     def faces(self) -> Faces | None:
-        """What makes the parameters that the module shows in the place of originals, if anything does."""
+        """The maker of the parameters that the module shows in the place of originals, if there is one."""
         return getattr(self.exposure, "faces", None)
 
     def wear(self, faces: Faces) -> None:

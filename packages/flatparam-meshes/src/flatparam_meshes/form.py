@@ -94,7 +94,7 @@ class MeshForm:
     keeps_rows: bool = attrs.field(default=False, kw_only=True)
     """Whether the part stays in its own memory order, so that a shard may be some of its rows; see `KEEPS_ROWS`."""
     meshes: UnitMeshes | None = None
-    """What the forms of a unit share, once all are known."""
+    """The things that the forms of a unit share, once all are known."""
     to_come: DTensor | None = None
     """The parameter, if it was on the meta device: values come while it is sharded."""
     spread_over: tuple[Collectives, ...] = attrs.field(init=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Settings(Protocol):
-    """What the wrapper has resolved for a unit."""
+    """The settings that the wrapper has resolved for a unit."""
 
     @property
     def asked(self) -> Any:

@@ -1,4 +1,4 @@
-"""What the parameters of one unit that are `DTensor`s share: their gradients are completed together."""
+"""The common ground of the parameters of one unit that are `DTensor`s: their gradients are completed together."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _LABEL: Final = "exact sum"
 @final
 @attrs.define(eq=False)
 class Collected:
-    """What this rank's micro-batches have contributed to the gradient of one flat parameter."""
+    """The contribution of this rank's micro-batches to the gradient of one flat parameter."""
 
     first: Tensor
     """The first micro-batch's gradient, as autograd made it."""

@@ -18,9 +18,9 @@ Numbers: TypeAlias = "tuple[int, ...]"
 """Units, by their numbers in the tree."""
 
 WORKS: Final = -1
-"""What a rank tells that begins a micro-batch."""
+"""The message of a rank that begins a micro-batch."""
 HAS_ENDED: Final = -2
-"""What a rank tells whose data have ended; another one that has no micro-batch left tells what it has done."""
+"""The message of a rank whose data have ended; another one that has no micro-batch left tells what it has done."""
 _LABEL: Final = "micro-batches"
 _OVER: Final = "the end of its micro-batch"
 _HINT: Final = (
@@ -32,7 +32,7 @@ _HINT: Final = (
 @final
 @attrs.frozen
 class Forward:
-    """What the next pass is like depends on: the last forward pass."""
+    """The last forward pass, on which depends what the next one is like."""
 
     began: Numbers
     ended: Numbers
@@ -65,7 +65,7 @@ depends on these."""
 @final
 @attrs.frozen
 class Followed:
-    """What a micro-batch does that others follow: the units that it gathers, in order, and its last forward pass."""
+    """The deeds of a micro-batch that others follow: the units that it gathers, in order, and its last forward pass."""
 
     gathered: Numbers
     forward: Forward | None
@@ -85,7 +85,7 @@ class Following:
     shard: Collectives
     records: dict[Kind, Followed] = attrs.field(factory=dict)
     _told: list[tuple[Pending, torch.Tensor]] = attrs.field(factory=list)
-    """What was told and not waited for."""
+    """The messages that were sent and not waited for."""
 
     @classmethod
     def of(cls, tree: UnitTree) -> Following:

@@ -23,7 +23,7 @@ KEY: Final = "wire_residual"
 @final
 @attrs.define(eq=False)
 class Residuals:
-    """What this rank's roundings have lost, in float32, divided as gradients are, so that weights may change."""
+    """The losses of this rank's roundings, in float32, divided as gradients are, so that weights may change."""
 
     first: dict[FlatParamHandle, Tensor] = attrs.field(factory=dict)
     """Of contributions: 1-D, as long as the full flat parameter, in its order."""

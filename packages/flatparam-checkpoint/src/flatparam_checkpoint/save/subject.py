@@ -197,7 +197,7 @@ class Subject:
 
     @property
     def described(self) -> dict[str, object]:
-        """What every rank has to hand over alike, as the arguments of `Checkpointer` are called."""
+        """The things that every rank has to hand over alike, as the arguments of `Checkpointer` are called."""
         return {
             "model": None if self.model is None else type(self.model).__name__,
             "optimizer": sorted("/".join(at) for at in self.optimizers),

@@ -1,4 +1,4 @@
-"""What Python imports when a process starts that `flatparam run` has started, at any distance: it installs flatparam.
+"""Python imports this when a process starts that `flatparam run` has started, at any distance: it installs flatparam.
 
 The folder of this file is the first in PYTHONPATH there. A `sitecustomize` that would have been imported otherwise is
 imported too. Nothing else happens in a process that does not import torch, so that any version of Python can start.

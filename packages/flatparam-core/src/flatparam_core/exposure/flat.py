@@ -268,7 +268,7 @@ class FlatExposure:
         self._sites.put((None,) * len(self._views), self._read)
 
     def _read(self, index: int, registered: torch.Tensor | None) -> torch.Tensor | None:
-        """What an attribute shows if nothing is registered: this rank's part, 1-D, with a gradient if it is trained."""
+        """Return what an attribute shows: if nothing is registered, the rank's part, 1-D, with a gradient."""
         if registered is not None:
             return registered
         lent = None if self.reading is None else self.reading(index)

@@ -39,7 +39,7 @@ class OriginalExposure:
     """The address of each original's part of the shard."""
     reading: Callable[[int], torch.Tensor | None] | None = None
     faces: Faces | None = None
-    """What makes the parameters that modules show, and users hold, in the place of the originals, if anything does."""
+    """The maker of the parameters that modules show, and users hold, in the place of the originals, if there is one."""
     _shown: list[nn.Parameter] = attrs.field(init=False)
     """The sharded form: the originals, or a face of each."""
     _changes: int = 0

@@ -125,13 +125,13 @@ def uninstall(own: dict[str, Any], names: Mapping[str, object]) -> None:
 
 T = TypeVar("T")
 Read: TypeAlias = "Callable[[int, torch.Tensor | None], torch.Tensor | None]"
-"""What attributes show, of the parameter with this index, and of what is registered for it."""
+"""A function that returns what attributes show, of the parameter with this index, and of what is registered for it."""
 
 _PARAMETERS: Final = "_parameters"
 _REGISTRY_OF: Final = operator.itemgetter(_PARAMETERS)
 _MODULE_OF: Final = weakref.ref.__call__
 _ABSENT: Final = object()
-"""What is found under a name that a module does not register."""
+"""The value of a name that a module does not register."""
 
 
 @final
@@ -196,13 +196,13 @@ class _Swap:
     plain: list[dict[str, Any]]
     """The modules' own dictionaries."""
     values: Sequence[torch.Tensor | None]
-    """What the registries have, one for each parameter."""
+    """The entries of the registries, one for each parameter."""
     lengths: list[int]
     readers: list[dict[str, Reader]]
     sharded: list[int]
     """The number of each module's names that are sharded here."""
     others: list[tuple[int, str]]
-    """What else the modules register, a bias that is None, say: its module, as an index, and its name."""
+    """The other entries of the modules, a bias that is None, say: its module, as an index, and its name."""
 
     @classmethod
     def of(

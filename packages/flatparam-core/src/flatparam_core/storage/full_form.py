@@ -61,7 +61,7 @@ class FullForm:
     kept: list[int] = attrs.field(factory=list)
     """The leaves that somebody else has now, though the memory is free."""
     watch: Any = None
-    """What a runtime keeps of the leaves, for as long as there are these."""
+    """The notes of a runtime on the leaves, kept for as long as there are these."""
     _staged: FlatBuffer | None = None
     """The shards of all ranks, end to end, until the buffer is filled with them, if each rank has chunks."""
 
@@ -256,7 +256,7 @@ class FullForms:
     """For each parameter, the class of what modules show; if there is none, it is `nn.Parameter` for all."""
     _has_presenters: bool = attrs.field(init=False)
     meshes: Any = attrs.field(init=False)
-    """What presenters share of meshes beside data parallelism, if any: `UnitMeshes` of the add-on flatparam-meshes."""
+    """The meshes beside data parallelism that presenters share, if any: `UnitMeshes` of the add-on flatparam-meshes."""
     _computed: torch.dtype = attrs.field(init=False)
     """The dtype of computation, unless somebody asks for full precision."""
     current: FullForm = attrs.field()

@@ -1,4 +1,4 @@
-"""What the commands of `flatparam` have in common, those of other packages too. Nothing here imports torch at first."""
+"""The common parts of the commands of `flatparam`, those of other packages too. Nothing here imports torch at first."""
 
 from __future__ import annotations
 

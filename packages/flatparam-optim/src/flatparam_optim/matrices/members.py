@@ -290,7 +290,7 @@ class StepsEachMatrix(Protocol):
 @final
 @attrs.define(eq=False)
 class Presence:
-    """What the ranks have told each other in one step about the gradients of some matrices.
+    """The presence of the gradients of some matrices in one step, as the ranks have told each other.
 
     After a backward pass all ranks that hold a part of a matrix have its gradient, or none has, and each knows it by
     its own part. Only a user can make ranks differ. On the CPU the comparison is there before anything is stepped. The

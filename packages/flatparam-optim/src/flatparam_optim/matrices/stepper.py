@@ -16,7 +16,7 @@ from flatparam_optim.matrices.routes import HeldBlock, Matrix, Routes
 from flatparam_optim.matrices.travel import Travel
 
 Told: TypeAlias = "tuple[str, tuple[int, ...], bool, Span | None, HeldBlock | None]"
-"""What a rank tells of a member: name, shape, whether it has what owners keep, and what it holds of a `DTensor`."""
+"""A rank's account of a member: name, shape, whether it has what owners keep, and what it holds of a `DTensor`."""
 
 
 @final
@@ -34,7 +34,7 @@ class MatrixStepper:
     _travels: list[Travel] = attrs.field(factory=list)
     _stepped_alone: int = 0
     _unread: list[Presence] = attrs.field(factory=list)
-    """What the ranks told each other in the last step that was not captured, if the host has not looked at it."""
+    """The messages of the ranks in the last step that was not captured, if the host has not looked at it."""
 
     @property
     def stepped(self) -> int:

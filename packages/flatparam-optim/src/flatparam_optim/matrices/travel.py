@@ -55,7 +55,7 @@ class Travel:
     _to_step: Sequence[bool] = ()
     """Of each matrix, whether it is stepped this time."""
     _stacks: dict[int, Sequence[Tensor]] = attrs.field(factory=dict)
-    """What was prepared of stacks, by the identity of the parameter, while some of its matrices are not sent."""
+    """The prepared tensors of stacks, by the identity of the parameter, while some of its matrices are not sent."""
     _to_send: Counter[int] = attrs.field(factory=Counter)
     """How many matrices of each stack are to be sent."""
 

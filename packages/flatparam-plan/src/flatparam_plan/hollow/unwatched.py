@@ -1,4 +1,4 @@
-"""What torch does in place, and does not while somebody watches the dispatcher."""
+"""Things that torch does in place, but not while somebody watches the dispatcher."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class TrainingProgram:
     keeps_cache: bool = False
     """Whether a model of transformers keeps keys and values for later tokens, if its configuration says so."""
     notes: tuple[str, ...] = ()
-    """What the model does not say itself of how it is trained, for the reader of a plan."""
+    """The facts of the training that the model does not say itself, for the reader of a plan."""
 
     @classmethod
     def of(

@@ -97,7 +97,7 @@ def check_training(units: Sequence[Unit]) -> None:
 @final
 @attrs.frozen
 class _Account:
-    """What a rank tells of itself when the ranks diverge."""
+    """The account that a rank gives of itself when the ranks diverge."""
 
     model: str
     value: int

@@ -122,15 +122,15 @@ class Fingerprint:
     listed: set[tuple[int, int]] = attrs.field(factory=set)
     """The parameters without elements on this rank that its optimizers list: the handle's identity, and the index."""
     script: Callable[[Acting, int, int], None] | None = None
-    """What is told of each gather, with the unit's number and the bytes, instead of the hash: ranks gather for others
-    while they have nothing to compute."""
+    """A listener that is told of each gather, with the unit's number and the bytes, instead of the hash: ranks gather
+    for others while they have nothing to compute."""
     before_each: Callable[[Topology, Deed], None] | None = None
     """A check before each collective, while `progress` asks for one."""
     progress: Progress = Progress.NEW
     noted: int = 0
     """The number of collectives since the beginning."""
     model: str = ""
-    """What messages call the tree, once its ranks have agreed on it."""
+    """The name of the tree in messages, once its ranks have agreed on it."""
     reductions: int = 0
     """The number of reductions since the beginning."""
     _dropped: set[bool] = attrs.field(factory=set)

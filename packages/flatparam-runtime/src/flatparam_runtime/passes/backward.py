@@ -98,7 +98,7 @@ class BackwardPass:
     expected: dict[Unit, UnitBackward]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
     records: dict[Unit, UnitBackward] = attrs.field(init=False)
-    """What is known of each unit that the pass is to reach, or has reached."""
+    """The record of each unit that the pass is to reach, or has reached."""
     ready: list[UnitBackward] = attrs.field(factory=list)
     """The complete units, which wait for their turn to be reduced."""
     to_enter: int = attrs.field(init=False)

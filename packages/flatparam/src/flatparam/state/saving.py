@@ -157,7 +157,7 @@ def watch(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _memory(value: Any) -> int:
-    """What tells the memory of a tensor from other memory; of a DTensor that of its local part; 0 of anything else."""
+    """Return the identity of a tensor's memory; of a DTensor that of its local part; 0 of anything else."""
     tensor = getattr(value, "_local_tensor", value)
     return tensor.untyped_storage()._cdata if type(tensor) in _PLAIN else 0
 
