@@ -39,7 +39,9 @@ def trained(library: Any, mesh: Any) -> tuple[Any, torch.optim.Optimizer]:
         use_orig_params=True,
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4) * (1 + mesh["data"].get_local_rank())).sum().backward()
+    # The sum of what a norm returns has no gradient but the errors of rounding.
+    output = model(torch.randn(2, 4) * (1 + mesh["data"].get_local_rank()))
+    (output * torch.arange(1.0, 5.0)).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -71,7 +73,8 @@ def compare(ranks: Collectives, directory: str, kind: str) -> None:
             assert ours[name].shape == value.shape
             # On the CPU FSDP1's full states of an optimizer share memory: one is the other.
             if kind == "SHARDED_STATE_DICT" or " exp_avg" not in name:
-                assert torch.equal(ours[name].to_local(), value.to_local()), name
+                # Products of what is cut by columns have other last bits than FSDP1's on some processors.
+                torch.testing.assert_close(ours[name].to_local(), value.to_local(), msg=name)
     for name, value in state_of(flatparam, "SHARDED_STATE_DICT", model, optimizer).items():
         if isinstance(value, DTensor):
             whole = ours[name].full_tensor() if isinstance(ours[name], DTensor) else ours[name]
