@@ -95,16 +95,10 @@ def add(groups: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _add_training(added: argparse.ArgumentParser) -> None:
     training = added.add_argument_group("training")
     training.add_argument(
-        "--precision",
-        action="append",
-        choices=PRECISIONS,
-        help=f"repeatable (default: {' and '.join(PRECISIONS)})",
+        "--precision", action="append", choices=PRECISIONS, help=f"repeatable (default: {' and '.join(PRECISIONS)})"
     )
     training.add_argument(
-        "--optimizer",
-        action="append",
-        choices=OPTIMIZERS,
-        help=f"repeatable (default: {' and '.join(OPTIMIZERS)})",
+        "--optimizer", action="append", choices=OPTIMIZERS, help=f"repeatable (default: {' and '.join(OPTIMIZERS)})"
     )
     training.add_argument(
         "--micro-batches",

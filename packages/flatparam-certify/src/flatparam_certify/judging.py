@@ -304,11 +304,7 @@ class Judge:
         return Diagnosis("unknown", f"{ratio:.6g} times the right one, which is {norm:.6g}")
 
     def _judge_clipped(
-        self,
-        step: int,
-        gradients: list[dict[str, Any]],
-        clipped: list[dict[str, Any]],
-        norms: Sequence[float],
+        self, step: int, gradients: list[dict[str, Any]], clipped: list[dict[str, Any]], norms: Sequence[float]
     ) -> None:
         told: dict[tuple[str, Diagnosis], list[int]] = {}
         for rank, (before, after) in enumerate(zip(gradients, clipped, strict=True)):

@@ -106,9 +106,7 @@ def run_setting(
         trainer.finish()
         collectives = None if watch is None else watch.end_of_step()
         seen = StepSeen(
-            weights,
-            [None if each is None else float(each.detach()) for each in losses],
-            _kept(trainer.gradients()),
+            weights, [None if each is None else float(each.detach()) for each in losses], _kept(trainer.gradients())
         )
         if setting.clips:
             norm = float(trainer.clip(max_norm))

@@ -120,8 +120,7 @@ class Reference:
         if bf16:
             with_autocast = self._tried("bf16 by autocast", lambda: self._passes(model, step, micro_batches, None))
             whole = self._tried(
-                "bf16",
-                lambda: self._passes(copy.deepcopy(model).bfloat16(), step, micro_batches, torch.bfloat16),
+                "bf16", lambda: self._passes(copy.deepcopy(model).bfloat16(), step, micro_batches, torch.bfloat16)
             )
             lower = [each for each in (with_autocast, whole) if each is not None]
         shape = (micro_batches, ranks)

@@ -83,11 +83,7 @@ def micro_batches_beside(numbers: Collection[int]) -> int:
 
 
 def settings_for(
-    mesh: MeshSizes,
-    precisions: Sequence[str],
-    optimizers: Sequence[str],
-    micro_batches: int | None,
-    steps: int,
+    mesh: MeshSizes, precisions: Sequence[str], optimizers: Sequence[str], micro_batches: int | None, steps: int
 ) -> list[Setting]:
     """Return the settings of a mesh.
 

@@ -229,12 +229,7 @@ class Checkpointer:
         return None if chosen is None else chosen.manifest.step
 
     def load(
-        self,
-        step: int | None = None,
-        *,
-        strict: bool = True,
-        convert_dtype: bool = False,
-        other_states: bool = False,
+        self, step: int | None = None, *, strict: bool = True, convert_dtype: bool = False, other_states: bool = False
     ) -> Loaded | None:
         """Load the latest checkpoint, or that of `step`, into model, optimizer and averages; every rank calls it.
 

@@ -32,9 +32,7 @@ def tensors_of(at: tuple[str, ...]) -> tuple[str, ...]:
 T = TypeVar("T")
 
 
-def averages_by_name(
-    averages: ShardedEMA | Mapping[str, ShardedEMA] | None,
-) -> dict[tuple[str, ...], ShardedEMA]:
+def averages_by_name(averages: ShardedEMA | Mapping[str, ShardedEMA] | None) -> dict[tuple[str, ...], ShardedEMA]:
     """Return the averages, by their keys in a checkpoint; a CheckpointError for a name that is a key there."""
     return _by_name(averages, AVERAGES, (_TENSORS, UPDATES), "averages", "give them a different one")
 

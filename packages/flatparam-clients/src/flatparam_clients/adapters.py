@@ -121,10 +121,7 @@ def _whole_names(wrapper: Any, held: Mapping[nn.Module, Sequence[str]]) -> dict[
         kept = {name: f"modules_to_save.{adapter}.{name}" for name in names(adapter)}
         return kept or dict(map_names(adapter))
 
-    return {
-        "adapter_state_dict": adapter_state_dict,
-        "adapter_state_dict_load_map": adapter_state_dict_load_map,
-    }
+    return {"adapter_state_dict": adapter_state_dict, "adapter_state_dict_load_map": adapter_state_dict_load_map}
 
 
 def _state_names(whole: nn.Module, held: Mapping[nn.Module, Sequence[str]]) -> list[str]:

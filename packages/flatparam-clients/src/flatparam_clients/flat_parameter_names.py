@@ -85,12 +85,7 @@ def shared_param_infos(flat_param: FlatParameter) -> tuple[Any, ...]:
     """Return the further places of original parameters that modules share, beside the first place of each."""
     return tuple(
         SharedOfModule(
-            info.param_name,
-            info.module,
-            info.module_name,
-            infos[0].param_name,
-            infos[0].module,
-            infos[0].module_name,
+            info.param_name, info.module, info.module_name, infos[0].param_name, infos[0].module, infos[0].module_name
         )
         for infos in _handle(flat_param).param_infos
         for info in infos[1:]

@@ -39,10 +39,7 @@ def wrapped() -> None:
         notice()
 
 
-_HOMES: Final = (
-    "lightning.pytorch.callbacks.weight_averaging",
-    "pytorch_lightning.callbacks.weight_averaging",
-)
+_HOMES: Final = ("lightning.pytorch.callbacks.weight_averaging", "pytorch_lightning.callbacks.weight_averaging")
 _GUARDED: Final = "_knows_shards"
 
 

@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from flatparam.api import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    StateDictType,
-)
+from flatparam.api import FullOptimStateDictConfig, OptimStateKeyType, ShardedOptimStateDictConfig, StateDictType
 from flatparam.compat import as_enum
 from flatparam.resolving.arguments import Ranks
 from flatparam.state.form_settings import form_of, settings_of

@@ -54,13 +54,7 @@ from flatparam_comm.topology.resolving import resolve_topology, with_shared_memo
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.comm_hooks import CommHooks, HookStage
 from flatparam_comm.transfer.gather import Gather
-from flatparam_comm.transfer.reduction import (
-    Averaging,
-    Reduced,
-    Reducer,
-    Reduction,
-    gradient_divisors,
-)
+from flatparam_comm.transfer.reduction import Averaging, Reduced, Reducer, Reduction, gradient_divisors
 from flatparam_comm.transfer.streams import Mark, NoStreams, OnDevice, acting_as, streams_of
 from flatparam_comm.transfer.uneven import gather_shards
 from flatparam_core import (
@@ -205,9 +199,6 @@ __all__ = [
 ]
 
 __getattr__ = names_of(
-    {
-        "flatparam_guard": ("Survivors", "set_relay"),
-        "flatparam_onehost": ("SharedMemoryCollectives", "shared_memory"),
-    },
+    {"flatparam_guard": ("Survivors", "set_relay"), "flatparam_onehost": ("SharedMemoryCollectives", "shared_memory")},
     __name__,
 )

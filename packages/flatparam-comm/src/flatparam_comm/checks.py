@@ -138,9 +138,7 @@ def check_broadcast(site: Site, tensor: Tensor, root: int) -> None:
     check_dense(site, "tensor", tensor)
     if not _is_whole(root) or not 0 <= root < site.size:
         raise site.refuse(
-            f"a root in [0, {site.size})",
-            f"root={root!r}",
-            "give the rank within this group, not the global one",
+            f"a root in [0, {site.size})", f"root={root!r}", "give the rank within this group, not the global one"
         )
 
 

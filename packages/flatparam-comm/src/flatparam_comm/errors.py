@@ -69,14 +69,7 @@ class PeerError(CollectiveError):
         return f"rank {self.waiting_rank}: {describe_call(self.op, self.label)}: {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer_error, (
-            self.rank,
-            self.cause,
-            self.waiting_rank,
-            self.op,
-            self.label,
-            self.prefix,
-        )
+        return _rebuild_peer_error, (self.rank, self.cause, self.waiting_rank, self.op, self.label, self.prefix)
 
 
 class RemoteFailure(CommError):
@@ -177,13 +170,7 @@ _MANY: Final = 5
 #: The entries of a message; the ranks of the others are counted.
 _ENTRIES: Final = 8
 #: What becomes of the verb if several ranks do it.
-_PLURALS: Final = (
-    ("waits ", "wait "),
-    ("has ", "have "),
-    ("is ", "are "),
-    ("was ", "were "),
-    ("trains ", "train "),
-)
+_PLURALS: Final = (("waits ", "wait "), ("has ", "have "), ("is ", "are "), ("was ", "were "), ("trains ", "train "))
 
 
 def told_ranks(ranks: Iterable[int]) -> str:

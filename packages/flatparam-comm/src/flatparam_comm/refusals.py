@@ -81,15 +81,11 @@ def check_alike(site: Site, one: tuple[str, Tensor], other: tuple[str, Tensor]) 
     (name, tensor), (other_name, other_tensor) = one, other
     if tensor.dtype != other_tensor.dtype:
         raise site.refuse(
-            f"{name} and {other_name} of one dtype",
-            f"{tensor.dtype} and {other_tensor.dtype}",
-            "cast one of them",
+            f"{name} and {other_name} of one dtype", f"{tensor.dtype} and {other_tensor.dtype}", "cast one of them"
         )
     if tensor.device != other_tensor.device:
         raise site.refuse(
-            f"{name} and {other_name} on one device",
-            f"{tensor.device} and {other_tensor.device}",
-            "move one of them",
+            f"{name} and {other_name} on one device", f"{tensor.device} and {other_tensor.device}", "move one of them"
         )
 
 

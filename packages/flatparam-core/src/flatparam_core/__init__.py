@@ -13,13 +13,7 @@ from flatparam_core.exposure import (
     owner_of,
 )
 from flatparam_core.flat_parameter import FlatParameter
-from flatparam_core.flatten import (
-    ALIGNMENT_NBYTES,
-    CPU_ALIGNMENT_NBYTES,
-    Flattening,
-    RuleOf,
-    flatten_module,
-)
+from flatparam_core.flatten import ALIGNMENT_NBYTES, CPU_ALIGNMENT_NBYTES, Flattening, RuleOf, flatten_module
 from flatparam_core.geometry import (
     CHUNK,
     ELEMENT,
@@ -45,15 +39,7 @@ from flatparam_core.geometry import (
 )
 from flatparam_core.handle import FlatParamHandle
 from flatparam_core.names import FLAT_PARAM, FSDP_WRAPPED_MODULE, PRESENTER, clean_fqn
-from flatparam_core.storage import (
-    BufferPool,
-    FlatBuffer,
-    FullForm,
-    GradientLedger,
-    Precision,
-    Residency,
-    give_data,
-)
+from flatparam_core.storage import BufferPool, FlatBuffer, FullForm, GradientLedger, Precision, Residency, give_data
 from flatparam_core.storage.residency import Transitions
 from flatparam_core.thresholds import Threshold, all_thresholds
 

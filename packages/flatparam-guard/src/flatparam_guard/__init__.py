@@ -10,13 +10,4 @@ from flatparam_guard.survivors import Survivors, survivors_of
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Survivors",
-    "begin",
-    "end_of_call",
-    "monitor_of",
-    "set_relay",
-    "survivors_of",
-    "tell_failure",
-    "watch_call",
-]
+__all__ = ["Survivors", "begin", "end_of_call", "monitor_of", "set_relay", "survivors_of", "tell_failure", "watch_call"]

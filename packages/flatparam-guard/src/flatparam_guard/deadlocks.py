@@ -49,14 +49,7 @@ class Stands:
         """The moment at which to look again, if it has not passed."""
         return self._waits.due
 
-    def look(
-        self,
-        calls: Iterable[GroupCalls],
-        own: FailureReport | None,
-        *,
-        is_told: bool,
-        question: int = 0,
-    ) -> None:
+    def look(self, calls: Iterable[GroupCalls], own: FailureReport | None, *, is_told: bool, question: int = 0) -> None:
         """Tell the hub where this rank stands, if that is new, or if it has asked.
 
         Args:

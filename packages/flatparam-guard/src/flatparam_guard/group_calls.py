@@ -401,13 +401,6 @@ class GroupCalls:
                 f"the process group is broken, since this rank has failed {cause} while others waited for it; end all "
                 "ranks, or destroy the process group on all of them, and start again",
             )
-        error = PeerError(
-            failure.culprit,
-            cause,
-            waiting_rank=relay.rank,
-            op=site.op,
-            label=site.label,
-            prefix=prefix,
-        )
+        error = PeerError(failure.culprit, cause, waiting_rank=relay.rank, op=site.op, label=site.label, prefix=prefix)
         relay.tell(failure.passed_on_by(relay.rank))
         return error

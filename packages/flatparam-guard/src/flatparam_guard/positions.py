@@ -253,10 +253,7 @@ _OPS: Final = (
     "all_to_all",
 )
 _REDUCTIONS: Final = tuple(ReduceOp)
-_DTYPES: Final = (
-    None,
-    *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str),
-)
+_DTYPES: Final = (None, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
 _OP_CODES: Final = {op: number << 24 for number, op in enumerate(_OPS)}
 _DTYPE_CODES: Final = {dtype: number << 16 for number, dtype in enumerate(_DTYPES)}
 

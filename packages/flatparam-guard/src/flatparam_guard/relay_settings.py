@@ -30,15 +30,13 @@ class RelaySettings:
     is_on: bool = True
     """Whether there is a relay: `FLATPARAM_RELAY`."""
     settle: float = _seconds(
-        0.2,
-        "From an exception until it is told: if the program catches it and goes on at once, nobody has to know.",
+        0.2, "From an exception until it is told: if the program catches it and goes on at once, nobody has to know."
     )
     mercy: float = _seconds(
         0.8, "From the news of an exception of a process that lives until nobody waits for it any longer."
     )
     forgiveness: float = _seconds(
-        1.0,
-        "From an exception that the program has caught and dropped until it is told, unless the rank goes on.",
+        1.0, "From an exception that the program has caught and dropped until it is told, unless the rank goes on."
     )
     connect: float = _seconds(1.0, "The most that the first collective waits for rank 0 to be reached.")
     hub: float = _seconds(
@@ -65,8 +63,7 @@ class RelaySettings:
         "failed for the others that wait for it.",
     )
     stall: float = _seconds(
-        30.0,
-        "Ranks of a host that stay at different collectives for so long are listed in a warning of the log.",
+        30.0, "Ranks of a host that stay at different collectives for so long are listed in a warning of the log."
     )
     silence: float = _seconds(5.0, "Silence on a connection until the system asks whether the host is there.")
     store: float = _seconds(10.0, "The most that a call of the process group's store may take.")

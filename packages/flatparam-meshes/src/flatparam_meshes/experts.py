@@ -8,13 +8,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from flatparam_comm import (
-    Collectives,
-    FlatParamError,
-    FlatParamHandle,
-    Topology,
-    process_group_of,
-)
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, Topology, process_group_of
 from flatparam_meshes.unit_meshes import UnitMeshes
 from flatparam_runtime import Unit, units_in
 

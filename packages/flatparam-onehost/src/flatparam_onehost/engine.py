@@ -88,9 +88,7 @@ class SharedMemoryCollectives:
         self._fence = threading.Lock()
         timeout = groups.timeout_of(inner.group) or _DEFAULT_TIMEOUT
         self._calls = monitor_of(
-            inner.group,
-            "shared memory",
-            lambda offer: inner.exchange(offer, label="shared memory: positions"),
+            inner.group, "shared memory", lambda offer: inner.exchange(offer, label="shared memory: positions")
         )
         self._watch = Watch(link, self._calls, groups.members_of(inner.group), self._rank, timeout)
 
@@ -291,11 +289,7 @@ class SharedMemoryCollectives:
         try:
             if not use.all_posted(pending.code):
                 self._wait(
-                    pending.site,
-                    use.slot.stamps,
-                    use.number,
-                    lambda: self._compare(pending),
-                    waits_for=use.number,
+                    pending.site, use.slot.stamps, use.number, lambda: self._compare(pending), waits_for=use.number
                 )
                 if pending.move is None:
                     # The pending was finished during the wait for the peers.
@@ -318,13 +312,7 @@ class SharedMemoryCollectives:
         return None
 
     def _wait(
-        self,
-        site: Site,
-        stamps: memoryview,
-        number: int,
-        check: Callable[[], None] | None = None,
-        *,
-        waits_for: int,
+        self, site: Site, stamps: memoryview, number: int, check: Callable[[], None] | None = None, *, waits_for: int
     ) -> None:
         def meanwhile() -> None:
             if check is not None:

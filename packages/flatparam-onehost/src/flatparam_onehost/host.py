@@ -94,13 +94,7 @@ def connect(group: engine.ProcessGroupCollectives) -> Link:
             made = SharedSegment.create(group.size) if group.rank == 0 else None
         except OSError as error:
             obstacle = f"memory cannot be shared here: {error}"
-    mine = _Offer(
-        obstacle,
-        host,
-        os.getpid(),
-        made.fd if made else -1,
-        tuple(made.token) if made else (),
-    )
+    mine = _Offer(obstacle, host, os.getpid(), made.fd if made else -1, tuple(made.token) if made else ())
     offers: list[_Offer] = group.exchange(mine, label="shared memory: offers")
     found = _first_obstacle(offers)
     link: Link | None = None

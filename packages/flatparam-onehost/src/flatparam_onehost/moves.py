@@ -84,10 +84,9 @@ class PostedCall:
     def __str__(self) -> str:
         if self.op in OPS[4:]:
             return self.op
-        detail = {
-            "broadcast": f", root {self.detail}",
-            "all_gather": "",
-        }.get(self.op, f", {_BY_NUMBER[self.detail].value}")
+        detail = {"broadcast": f", root {self.detail}", "all_gather": ""}.get(
+            self.op, f", {_BY_NUMBER[self.detail].value}"
+        )
         return f"{self.op} ({self.numel} x {str(self.dtype).removeprefix('torch.')}{detail})"
 
     def move(self, slot: MessageSlot, rank: int, size: int) -> SlotMove:

@@ -33,14 +33,7 @@ class Watch:
     rank: int
     timeout: timedelta
 
-    def until(
-        self,
-        stamps: memoryview,
-        number: int,
-        site: Site,
-        waits_for: int,
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def until(self, stamps: memoryview, number: int, site: Site, waits_for: int, meanwhile: Callable[[], None]) -> None:
         """Return when all `stamps`, one of each rank, have reached `number`.
 
         Until then `meanwhile` is called now and then; it raises if waiting is in vain.
@@ -65,12 +58,7 @@ class Watch:
             self.calls.end_wait(before)
 
     def _sleep_until(
-        self,
-        stamps: memoryview,
-        number: int,
-        site: Site,
-        meanwhile: Callable[[], None],
-        start: float,
+        self, stamps: memoryview, number: int, site: Site, meanwhile: Callable[[], None], start: float
     ) -> None:
         look_at = start + _LOOK_EVERY
         while min(stamps) < number:

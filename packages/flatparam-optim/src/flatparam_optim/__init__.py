@@ -11,12 +11,7 @@ from flatparam_optim.matrices.routes import Routes
 from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam_optim.muon import Muon
-from flatparam_optim.segments.flat_steps import (
-    prepare_step,
-    set_flat_steps,
-    step_in_segments,
-    tensors_stepped,
-)
+from flatparam_optim.segments.flat_steps import prepare_step, set_flat_steps, step_in_segments, tensors_stepped
 from flatparam_optim.shampoo import Shampoo
 from flatparam_optim.whole_optimizer import WholeOptimizer
 

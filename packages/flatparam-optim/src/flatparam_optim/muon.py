@@ -28,11 +28,7 @@ AdjustRate = Literal["original", "match_rms_adamw"]
 
 
 def orthogonalised(
-    matrix: Tensor,
-    *,
-    steps: int = 5,
-    coefficients: tuple[float, float, float] = _COEFFICIENTS,
-    eps: float = 1e-7,
+    matrix: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = _COEFFICIENTS, eps: float = 1e-7
 ) -> Tensor:
     """Return a matrix with the singular vectors of `matrix`, and singular values near one.
 

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatparam_core import FLAT_PARAM, FlatParamError, clean_fqn, owner_of
-from flatparam_optim.matrices.members import (
-    WholeStep,
-    drop_flat_gradients,
-    follow_gradients,
-    originals_in,
-    spread_form,
-)
+from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in, spread_form
 from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.segments.flat_steps import step_in_segments
 from flatparam_runtime import allow_shards
@@ -129,10 +123,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy."""
-        return {
-            **super().__getstate__(),
-            "_own": (self._rule, self._name, self._choice, self._others, self._settings),
-        }
+        return {**super().__getstate__(), "_own": (self._rule, self._name, self._choice, self._others, self._settings)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, or take the state that was loaded."""

@@ -210,9 +210,7 @@ class Counting:
         """Return the costs; `peak` says how many bytes were in use at most between two places."""
         assert self.trained is not None, "it was trained"
         resting = Resting(
-            by_dtype(self.trained.model.parameters()),
-            self.gradients,
-            by_dtype(states_of(self.trained.optimizer)),
+            by_dtype(self.trained.model.parameters()), self.gradients, by_dtype(states_of(self.trained.optimizer))
         )
         steps = []
         for step, collectives in enumerate(self.collectives):

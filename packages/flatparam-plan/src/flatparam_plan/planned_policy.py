@@ -105,10 +105,5 @@ def planned(
         PlanError: when a model is wrapped, on every rank, if nothing fits, with the least that it takes; or if the
             model cannot be planned.
     """
-    settings = {
-        "optimizer": optimizer,
-        "accumulate": accumulate,
-        "max_norm": max_norm,
-        "transport": transport,
-    }
+    settings = {"optimizer": optimizer, "accumulate": accumulate, "max_norm": max_norm, "transport": transport}
     return PlannedPolicy(memory, profile, inputs, batch, sequence, loss, ranks_per_host, settings)

@@ -179,11 +179,7 @@ def _activations(found: Rehearsal) -> dict[str, int]:
 
 
 def _unit_costs(
-    facts: UnitFacts,
-    calls: Sequence[Call],
-    rank: int,
-    flops: Mapping[str, int],
-    activations: Mapping[str, int],
+    facts: UnitFacts, calls: Sequence[Call], rank: int, flops: Mapping[str, int], activations: Mapping[str, int]
 ) -> UnitCosts:
     return UnitCosts(
         facts,

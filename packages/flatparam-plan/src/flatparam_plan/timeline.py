@@ -76,11 +76,7 @@ class Prediction:
             ["  of it exposed", shown_seconds(self.exposed)],
             ["waiting for the host", shown_seconds(self.host)],
         ]
-        return [
-            *columns(rows),
-            f"bound by {self.bound_by}; {rate / 1e12:.3g} TFLOP/s on each rank",
-            self.certainty,
-        ]
+        return [*columns(rows), f"bound by {self.bound_by}; {rate / 1e12:.3g} TFLOP/s on each rank", self.certainty]
 
     @property
     def certainty(self) -> str:

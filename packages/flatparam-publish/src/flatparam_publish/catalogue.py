@@ -106,10 +106,7 @@ def _tensor(row: Any) -> PublishedTensor:
 
 
 def published_tensors(
-    model: nn.Module,
-    names: ReceiverNames | None,
-    dtype: torch.dtype | None,
-    only: Callable[[str], bool] | None = None,
+    model: nn.Module, names: ReceiverNames | None, dtype: torch.dtype | None, only: Callable[[str], bool] | None = None
 ) -> list[tuple[ModelTensor, PublishedTensor]]:
     """Return the tensors of `model` that are published, each with its form on the receiver.
 

@@ -62,13 +62,7 @@ def changes(index: int, start: int, positions: Tensor, old: Tensor, new: Tensor)
     others = (~(grew | (difference == -1))).nonzero().view(-1)
     gaps, of_others = _gaps(positions), _gaps(others)
     lengths = (positions.numel(), gaps.numel(), others.numel(), of_others.numel())
-    return [
-        _header(index, _CHANGES, start, *lengths),
-        gaps,
-        _packed(grew),
-        of_others,
-        bytes_view(new[others]),
-    ]
+    return [_header(index, _CHANGES, start, *lengths), gaps, _packed(grew), of_others, bytes_view(new[others])]
 
 
 def _header(index: int, kind: int, start: int, *lengths: int) -> Tensor:

@@ -225,11 +225,7 @@ class Mailbox:
             raise PublishError(f"{path} is damaged: {error}; publish all values again") from error
 
     def _updates(
-        self,
-        manifest: _Manifest,
-        held: VersionId | None,
-        asked: int | None,
-        check: Callable[[Catalogue], object],
+        self, manifest: _Manifest, held: VersionId | None, asked: int | None, check: Callable[[Catalogue], object]
     ) -> list[Update]:
         if self._slicing.size != manifest.parts:
             raise PublishError(

@@ -166,10 +166,7 @@ class Slicing:
             described = PublishedTensor((name,), TensorInfo(tensor.shape, tensor.dtype))
             dim, part = self._dim(described), self.part(described, rank)
             whole = dim is None
-            sink(
-                name,
-                tensor if whole else tensor.narrow(dim or 0, part.start, part.stop - part.start).contiguous(),
-            )
+            sink(name, tensor if whole else tensor.narrow(dim or 0, part.start, part.stop - part.start).contiguous())
 
         return sliced
 

@@ -34,11 +34,7 @@ from flatparam_comm import (
     telling,
     warn_caller,
 )
-from flatparam_runtime.agreement.divergence import (
-    DivergenceError,
-    check_same_between_passes,
-    note_between_passes,
-)
+from flatparam_runtime.agreement.divergence import DivergenceError, check_same_between_passes, note_between_passes
 from flatparam_runtime.agreement.nonfinite import Nonfinite, NonfiniteError
 from flatparam_runtime.autograd import in_range, untraced
 from flatparam_runtime.inspection.resting import full_views, gather_full, inspecting, refuse_in_a_pass, shown

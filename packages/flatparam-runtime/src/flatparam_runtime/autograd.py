@@ -170,9 +170,7 @@ def accumulation_node(leaf: Tensor) -> Node | None:
 dispatch_modes: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-def stays_last(
-    after: Callable[..., Any],
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def stays_last(after: Callable[..., Any]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Have a forward pre-hook keep the module's forward hook that is a partial call of `after` behind all others.
 
     So hooks that are registered later on run before it. The module is the second argument of the pre-hook.

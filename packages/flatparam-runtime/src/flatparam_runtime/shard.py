@@ -11,15 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_comm import (
-    BoundParameter,
-    FlatParamError,
-    FlatParamHandle,
-    Flattening,
-    LayoutRule,
-    discover,
-    owner_of,
-)
+from flatparam_comm import BoundParameter, FlatParamError, FlatParamHandle, Flattening, LayoutRule, discover, owner_of
 from flatparam_runtime.agreement.units import names_left_whole
 from flatparam_runtime.passes import attach
 from flatparam_runtime.unit import (
@@ -115,12 +107,7 @@ def shard_module(
         _borrow(unit, b)
     with_buffers = [child for child in (module, *below) if child._buffers and child not in ignored]
     initial = None if weights is None else attrs.evolve(weights, stamp=unit.stamp())
-    unit.held.look_after(
-        UnitBuffers.of(module, with_buffers),
-        initial,
-        attach(unit, below),
-        names_left_whole(module),
-    )
+    unit.held.look_after(UnitBuffers.of(module, with_buffers), initial, attach(unit, below), names_left_whole(module))
     return unit
 
 

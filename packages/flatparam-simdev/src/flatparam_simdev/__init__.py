@@ -8,18 +8,7 @@ from flatparam_simdev.build import CannotBuild, why_not
 from flatparam_simdev.contention import contended
 from flatparam_simdev.log import HOST, Access, Kind, Record
 from flatparam_simdev.races import Finding, Use, find_races
-from flatparam_simdev.replay import (
-    Communication,
-    Cost,
-    Costs,
-    HostWait,
-    Replay,
-    Step,
-    Task,
-    draw,
-    from_table,
-    replay,
-)
+from flatparam_simdev.replay import Communication, Cost, Costs, HostWait, Replay, Step, Task, draw, from_table, replay
 
 __version__ = "0.1.0"
 

@@ -20,17 +20,7 @@ from flatparam_simdev import log
 from flatparam_simdev.groups import Group
 from flatparam_simdev.native import ACCELERATOR, NAME
 
-__all__ = [
-    "DEVICE",
-    "Graph",
-    "behaving",
-    "capture",
-    "mark",
-    "on_wait_of_host",
-    "phase",
-    "start_log",
-    "stop_log",
-]
+__all__ = ["DEVICE", "Graph", "behaving", "capture", "mark", "on_wait_of_host", "phase", "start_log", "stop_log"]
 
 # What is seen of the device
 

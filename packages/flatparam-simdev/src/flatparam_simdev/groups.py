@@ -232,11 +232,7 @@ def _as_nccl_reads(factor: Any, dtype: torch.dtype) -> Any:
 def _combine(values: list[Tensor], operation: Any) -> Tensor:
     """Reduce in the order of the ranks, in the dtype of the values, as NCCL's rules are."""
     kind, factor = operation.__getstate__()  # torch has no other way to ask PREMUL_SUM for its factor
-    pairwise = {
-        dist.ReduceOp.MIN: torch.minimum,
-        dist.ReduceOp.MAX: torch.maximum,
-        dist.ReduceOp.PRODUCT: torch.mul,
-    }
+    pairwise = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.PRODUCT: torch.mul}
     if kind == dist.ReduceOp.PREMUL_SUM:
         scale = on_cpu(factor) if isinstance(factor, Tensor) and factor.device.type == NAME else factor
         values = [value * _as_nccl_reads(scale, value.dtype) for value in values]

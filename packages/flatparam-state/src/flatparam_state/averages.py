@@ -80,12 +80,7 @@ class ShardedEMA:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float,
-        dtype: torch.dtype | None = None,
-        *,
-        use_buffers: bool = False,
+        self, model: nn.Module, decay: float, dtype: torch.dtype | None = None, *, use_buffers: bool = False
     ) -> None:
         """Begin with the values that the model has now.
 
@@ -162,8 +157,7 @@ class ShardedEMA:
         pairs = [(average.beside(), average.home.now()) for average in self._averages]
         self._check_shapes(pairs)
         note_between_passes(
-            units_in(self._model),
-            f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}",
+            units_in(self._model), f"ShardedEMA.update() number {self._updates + 1} with decay={self._decay!r}"
         )
         averaged = [self._is_averaged(average) for average in self._averages]
         for group in _alike([pair for pair, moves in zip(pairs, averaged, strict=True) if not moves]):

@@ -15,15 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatparam_runtime import FlatParamError, Unit, units_in
 from flatparam_state.at_rest import Home, allow_steps, bring_to_rest, homes_in, refuse_steps
-from flatparam_state.moved_memory import (
-    Move,
-    finish_copies,
-    is_mapped,
-    mapped_in,
-    pinned,
-    relocated,
-    to_device,
-)
+from flatparam_state.moved_memory import Move, finish_copies, is_mapped, mapped_in, pinned, relocated, to_device
 from flatparam_state.optimizer.held import of_parts
 from flatparam_state.ranks import refused_anywhere
 

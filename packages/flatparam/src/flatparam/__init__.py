@@ -37,16 +37,7 @@ if TYPE_CHECKING:
     from flatparam_core import FlatParameter
     from flatparam_files import CheckpointError
     from flatparam_plan import Plan, PlanError, plan, trace
-    from flatparam_publish import (
-        GroupChannel,
-        Mailbox,
-        Published,
-        Publisher,
-        PublishError,
-        Receiver,
-        Slicing,
-        publish,
-    )
+    from flatparam_publish import GroupChannel, Mailbox, Published, Publisher, PublishError, Receiver, Slicing, publish
     from flatparam_runtime import allow_shards
     from flatparam_state import ShardedEMA, offload, onload
 
@@ -123,12 +114,7 @@ _HOMES = {
         "StateDictType",
     ),
     "flatparam.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
-    "flatparam.in_place.applying": (
-        "CPUOffloadPolicy",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "fully_shard",
-    ),
+    "flatparam.in_place.applying": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"),
     "flatparam.spread": ("clip_grad_norm_",),
     "flatparam.in_place.module": ("FSDPModule", "register_fsdp_forward_method"),
     "flatparam.wrapper.training": ("UnshardHandle",),

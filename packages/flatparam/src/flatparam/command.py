@@ -117,10 +117,7 @@ def parser(shared: Any) -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Versions)
     shells = ("bash", "zsh", "tcsh")
     top.add_argument(
-        "--print-completion",
-        action=_Completion,
-        choices=shells,
-        help="write a script for this shell, and exit",
+        "--print-completion", action=_Completion, choices=shells, help="write a script for this shell, and exit"
     )
     groups = top.add_subparsers(metavar="COMMAND", required=True)
     _add_those_of_addons(groups)

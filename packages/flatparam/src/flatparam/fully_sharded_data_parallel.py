@@ -36,13 +36,7 @@ from flatparam.api import (
 from flatparam.in_place.module import refuse_in_place
 from flatparam.layout import LayoutPolicy, RuleFunction
 from flatparam.resolving.arguments import Arguments, DeviceMesh, Ignorable, Policy, Ranks, Reduction, Wire
-from flatparam.resolving.settings import (
-    Resolved,
-    ResolvedTree,
-    backward_prefetch_of,
-    resolve_prefetch,
-    resolve_tree,
-)
+from flatparam.resolving.settings import Resolved, ResolvedTree, backward_prefetch_of, resolve_prefetch, resolve_tree
 from flatparam.sharding.make_unit import shard_tree
 from flatparam.state import form_settings, load_hooks, optimizer, saving
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
@@ -369,12 +363,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """Clip the total norm of the gradients of all ranks, and return the norm before clipping; every rank calls it.
 
@@ -603,12 +592,7 @@ class FullyShardedDataParallel(nn.Module):
             group: the ranks over which the parameters are sharded; the model knows them, and refuses different ranks.
         """
         return optimizer.optim_state_dict_to_load(
-            model,
-            optim,
-            optim_state_dict,
-            is_named=is_named_optimizer,
-            load_directly=load_directly,
-            group=group,
+            model, optim, optim_state_dict, is_named=is_named_optimizer, load_directly=load_directly, group=group
         )
 
     # FSDP1's older methods for optimizer state, which the add-on flatparam-clients has

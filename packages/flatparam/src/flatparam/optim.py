@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from flatparam.addons import lazily
 
 if TYPE_CHECKING:
-    from flatparam_optim import (
-        Adafactor,
-        MatrixOptimizer,
-        MatrixStep,
-        Muon,
-        Shampoo,
-        TransformersAdafactor,
-    )
+    from flatparam_optim import Adafactor, MatrixOptimizer, MatrixStep, Muon, Shampoo, TransformersAdafactor
 
 __all__ = ["Adafactor", "MatrixOptimizer", "MatrixStep", "Muon", "Shampoo", "TransformersAdafactor"]
 

@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatparam_comm import (
-    Collectives,
-    ProcessGroupCollectives,
-    ReduceOp,
-    current_collectives,
-    resolve_topology,
-)
+from flatparam_comm import Collectives, ProcessGroupCollectives, ReduceOp, current_collectives, resolve_topology
 from flatparam_runtime import note_step_of
 
 if TYPE_CHECKING:
@@ -141,11 +135,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool = True,
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradients, and tell for each device whether any rank found one that is not finite.
 

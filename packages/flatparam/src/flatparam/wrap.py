@@ -152,10 +152,7 @@ def lambda_auto_wrap_policy(
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Collection[type[nn.Module]],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
     """Wrap the instances of `transformer_layer_cls`."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))

@@ -139,11 +139,7 @@ _TRIES: Final = 20
 
 
 def load_checkpoint(
-    directory: CheckpointDirectory,
-    ranks: ExchangesValues,
-    subject: Subject,
-    step: int | None,
-    options: LoadOptions,
+    directory: CheckpointDirectory, ranks: ExchangesValues, subject: Subject, step: int | None, options: LoadOptions
 ) -> Loaded | None:
     """Load the latest checkpoint, or that of `step`, as `Checkpointer.load` describes it."""
     for tries_left in reversed(range(_TRIES)):

@@ -175,11 +175,7 @@ def prepare_tensors(
 
 
 def read_part(
-    reader: CheckpointReader,
-    path: str,
-    stride: tuple[int, ...] | None,
-    spans: Sequence[Span],
-    dtype: torch.dtype,
+    reader: CheckpointReader, path: str, stride: tuple[int, ...] | None, spans: Sequence[Span], dtype: torch.dtype
 ) -> Tensor:
     """Return the elements `spans` of a saved tensor, counted in the memory order of `stride` (row-major if None): 1-D.
 

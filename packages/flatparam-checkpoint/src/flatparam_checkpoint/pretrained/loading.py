@@ -311,11 +311,7 @@ def _compare_samples(files: PretrainedFiles, topology: ExchangesValues) -> None:
 
 
 def _refusal(
-    model: nn.Module,
-    files: PretrainedFiles,
-    found: Fit,
-    strict: bool,
-    initialise: Callable[[nn.Module], object] | None,
+    model: nn.Module, files: PretrainedFiles, found: Fit, strict: bool, initialise: Callable[[nn.Module], object] | None
 ) -> str:
     problems = list(found.mismatched[:_SHOWN])
     if strict and found.missing:
@@ -393,7 +389,4 @@ def _warn(files: PretrainedFiles, found: Fit) -> None:
             stacklevel=3,
         )
     if found.unexpected:
-        warnings.warn(
-            f"{files.path} has {some_of(found.unexpected)}, which the model lacks: not read",
-            stacklevel=3,
-        )
+        warnings.warn(f"{files.path} has {some_of(found.unexpected)}, which the model lacks: not read", stacklevel=3)

@@ -26,11 +26,7 @@ def _nothing(done: int) -> None:
 
 @torch.no_grad()
 def read_pretrained(
-    model: nn.Module,
-    files: PretrainedFiles,
-    topology: Topology,
-    *,
-    observe: Callable[[int], object] = _nothing,
+    model: nn.Module, files: PretrainedFiles, topology: Topology, *, observe: Callable[[int], object] = _nothing
 ) -> int:
     """Read the tensors of `model` from `files`, cast to its dtypes; every rank calls it, after `fit` found no mismatch.
 

@@ -116,13 +116,7 @@ def _with_dimension(tensor: UnreadTensor, at: int) -> _Boxes:
     return (
         TensorInfo((*info.shape[:at], 1, *info.shape[at:]), info.dtype),
         tuple(
-            (
-                Box(
-                    (*box.offsets[:at], 0, *box.offsets[at:]),
-                    (*box.sizes[:at], 1, *box.sizes[at:]),
-                ),
-                stored,
-            )
+            (Box((*box.offsets[:at], 0, *box.offsets[at:]), (*box.sizes[:at], 1, *box.sizes[at:])), stored)
             for box, stored in boxes
         ),
     )

@@ -75,13 +75,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        ranks: ExchangesValues,
-        subject: Subject,
-        committer: Committer,
-        *,
-        asynchronous: bool,
-        on_moment: OnMoment,
+        self, ranks: ExchangesValues, subject: Subject, committer: Committer, *, asynchronous: bool, on_moment: OnMoment
     ) -> None:
         """Nothing is touched yet.
 

@@ -87,11 +87,7 @@ INLINE_NBYTES: Final = Threshold(
 
 
 def add_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    at: tuple[str, ...],
-    rank: int,
-    contribution: Contribution,
+    model: nn.Module, optimizer: torch.optim.Optimizer, at: tuple[str, ...], rank: int, contribution: Contribution
 ) -> Inventory:
     """Add what `rank` saves of `optimizer`, under the keys `at`; returns what to compare with the other ranks.
 

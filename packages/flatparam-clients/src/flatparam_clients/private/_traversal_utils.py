@@ -15,9 +15,7 @@ def _get_fsdp_states(module: nn.Module) -> list[FullyShardedDataParallel]:
     return FullyShardedDataParallel.fsdp_modules(module)
 
 
-def _get_fsdp_states_with_modules(
-    module: nn.Module,
-) -> tuple[list[FullyShardedDataParallel], list[nn.Module]]:
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FullyShardedDataParallel], list[nn.Module]]:
     """Return the wrappers in `module`, twice: a wrapper is the state of itself."""
     found = _get_fsdp_states(module)
     return found, list(found)

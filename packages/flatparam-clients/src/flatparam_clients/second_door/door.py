@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 import flatparam
 from flatparam.in_place.module import class_for
 from flatparam_clients.names import FSDP, STATE_FUNCTIONS
-from flatparam_clients.second_door.faces import DTensorFaces, ShardedParameter, both_meshes
+from flatparam_clients.second_door.faces import (
+    DTensorFaces,
+    ShardedParameter,
+    both_meshes,
+    have_dtensors_without_address,
+)
 from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
 from flatparam_clients.second_door.presented import PresentedModule, routed
 from flatparam_comm import ProcessGroupCollectives
@@ -60,6 +65,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     with _numbers_of_its_own(modules):
         flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
+    have_dtensors_without_address()
     for each in modules:
         unit = unit_of(each)
         assert unit is not None

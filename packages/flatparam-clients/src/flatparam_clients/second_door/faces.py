@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +24,8 @@ from flatparam_meshes import MeshForm
 _NONE: Final[Mapping[str, MeshForm]] = MappingProxyType({})
 _HELD_HERE: Final = 3
 """The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
+_GRAD_OF_FACE: Final[Any] = torch._C.TensorBase.grad
+"""The place where autograd puts the gradient of whatever reads a face itself, such as a penalty on its values."""
 
 
 class ShardedParameter(DTensor):
@@ -37,6 +42,8 @@ class ShardedParameter(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """Return the gradient, a `DTensor` over that of the plain parameter."""
+        if _GRAD_OF_FACE.__get__(self) is not None:
+            collect_gradients([self])
         local, shown = self.original.grad, self._shown_grad
         if local is None:
             return None
@@ -51,6 +58,7 @@ class ShardedParameter(DTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        _GRAD_OF_FACE.__set__(self, None)
         if value is None:
             self.original.grad = None
             return
@@ -97,6 +105,23 @@ class ShardedParameter(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to make the plain `DTensor` parameter with the same values."""
         return nn.Parameter, (self.detach(), self.requires_grad)
+
+
+def collect_gradients(faces: Sequence[ShardedParameter]) -> None:
+    """Add what autograd has computed for faces themselves to the gradients of the plain parameters."""
+    for face in faces:
+        own = _GRAD_OF_FACE.__get__(face)
+        if own is None:
+            continue
+        before, face.grad = face.original.grad, own
+        found = face.original.grad
+        if before is not None and found is not None:
+            face.original.grad = before.add_(found)
+
+
+def uncollected(faces: Sequence[Any]) -> bool:
+    """Return whether autograd has computed a gradient for a face itself."""
+    return any(map(operator.is_not, map(_GRAD_OF_FACE.__get__, faces), itertools.repeat(None)))
 
 
 def presented(local: Tensor, like: DTensor) -> DTensor:
@@ -241,6 +266,17 @@ def _of_both(faces: DTensorFaces, form: MeshForm, dtype: torch.dtype) -> DTensor
     meta = TensorMeta(form.shape, form.stride, dtype)
     mesh = both_meshes(faces.mesh, form.mesh)
     return DTensorSpec(mesh, (*copies, rows, *form.placements), tensor_meta=meta)
+
+
+@functools.cache
+def have_dtensors_without_address() -> None:
+    """Have `DTensor.data_ptr()` be 0, as it is of all that torch's FSDP2 makes; a second call does nothing.
+
+    By this torch tells a tensor that only stands for others, and saves or copies its parts. But where the local part
+    lies somewhere inside a storage, as in a shard, torch gives the `DTensor` the same offset, and an address by that.
+    """
+    kind: Any = DTensor
+    kind.data_ptr = lambda self: 0
 
 
 def both_meshes(mesh: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

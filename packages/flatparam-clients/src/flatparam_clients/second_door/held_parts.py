@@ -1,4 +1,8 @@
-"""An optimizer that holds `DTensor`s steps the plain tensors that they stand for, as fast as if it held these."""
+"""An optimizer that holds `DTensor`s steps the plain tensors that they stand for, as fast as if it held these.
+
+So does one that treats each element alone, or that says that it knows of shards (`allow_shards`). Any other computes
+with the `DTensor`s, whose operations are those of whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,15 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 from torch import optim
 
-from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
+from flatparam_clients.second_door.faces import (
+    ShardedParameter,
+    as_presented,
+    as_stored,
+    collect_gradients,
+    uncollected,
+)
+from flatparam_runtime import OptimizerKind, kind_of_optimizer
+from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 from flatparam_state.optimizer import HOLDERS
 
 _HELD: Final = "_flatparam_held"
@@ -36,6 +48,8 @@ class _Held:
     """The parameters of each group, with faces."""
     parts: list[list[Any]] = attrs.field(factory=list)
     """The same with the plain parts in their places."""
+    sharded: list[ShardedParameter] = attrs.field(factory=list)
+    """The faces, without anything else."""
     shown: State = attrs.field(factory=lambda: defaultdict(dict))
     """The state that users see; its tensors are `DTensor`s."""
     stored: State = attrs.field(factory=lambda: defaultdict(dict))
@@ -66,6 +80,9 @@ class _Held:
         if len(lists) != len(self.faces) or not all(map(_are_same, lists, self.faces)):
             self.faces = [[*each] for each in lists]
             self.parts = [[_part_of(parameter) for parameter in each] for each in lists]
+            self.sharded = [each for each in itertools.chain(*lists) if isinstance(each, ShardedParameter)]
+        if uncollected(self.sharded):
+            collect_gradients(self.sharded)
         for parameters, parts in zip(lists, self.parts, strict=True):
             parameters[:] = parts
 
@@ -144,9 +161,40 @@ def _faces_of(optimizer: optim.Optimizer) -> bool:
     return any(isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"])
 
 
+@functools.lru_cache(maxsize=64)
+def _steps_parts(kind: Any) -> bool:
+    """Return whether the optimizers of a class treat each element alone."""
+    return kind_of_optimizer(kind) is OptimizerKind.ELEMENTS
+
+
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _faces_of(optimizer):
-        vars(optimizer).setdefault(_HELD, _Held()).take_off(optimizer)
+    kind: Any = type(optimizer)
+    may = _steps_parts(kind) or vars(optimizer).get(MAY_SEE_SHARDS, False)
+    if may and _faces_of(optimizer):
+        held: _Held = vars(optimizer).setdefault(_HELD, _Held())
+        _show_faces_to_hooks(optimizer)
+        held.take_off(optimizer)
+
+
+def _take_off_again(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held: _Held = vars(optimizer)[_HELD]
+    if not held.has_parts:
+        held.take_off(optimizer)
+
+
+def _show_faces_to_hooks(optimizer: optim.Optimizer) -> None:
+    """Have the hooks that users have registered with the optimizer itself see faces, before a step and after it."""
+    given: Any = optimizer
+    for hooks, register, first, last in (
+        (given._optimizer_step_pre_hooks, given.register_step_pre_hook, _after_step, _take_off_again),
+        (given._optimizer_step_post_hooks, given.register_step_post_hook, _after_step, None),
+    ):
+        if not any(hook not in (first, last) for hook in hooks.values()):
+            continue
+        known = {hook: number for number, hook in hooks.items()}
+        hooks.move_to_end(known[first] if first in known else register(first).id, last=False)
+        if last is not None:
+            hooks.move_to_end(known[last] if last in known else register(last).id)
 
 
 def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

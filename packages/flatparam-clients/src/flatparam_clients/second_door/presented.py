@@ -68,8 +68,9 @@ def _taken_for_granted(name: str, why: str) -> Callable[..., None]:
 
 def _refused(name: str, why: str) -> Callable[..., None]:
     def method(self: PresentedModule, *args: Any, **kwargs: Any) -> None:
+        unit: Any = runtime.unit_of(self)
         raise FlatParamError(
-            f"rank {self._unit.topology.rank}: {name}() of torch's FSDPModule is not available: {why}; "
+            f"rank {unit.topology.rank}: {name}() of torch's FSDPModule is not available: {why}; "
             "flatparam.install(fsdp2=False) leaves fully_shard to torch"
         )
 

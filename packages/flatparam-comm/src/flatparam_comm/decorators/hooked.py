@@ -70,10 +70,7 @@ class HookedCollectives(ForwardingCollectives):
 
     def _decorate(self, inner: Collectives) -> Collectives:
         return HookedCollectives(
-            inner,
-            all_gather=self._all_gather,
-            reduce_scatter=self._reduce_scatter,
-            all_reduce=self._all_reduce,
+            inner, all_gather=self._all_gather, reduce_scatter=self._reduce_scatter, all_reduce=self._all_reduce
         )
 
 

@@ -60,9 +60,7 @@ class Totals:
     def plus(self, transfer: Transfer) -> Totals:
         """Return these totals with one more transfer."""
         return Totals(
-            self.count + 1,
-            self.payload_nbytes + transfer.payload_nbytes,
-            self.sent_nbytes + transfer.sent_nbytes,
+            self.count + 1, self.payload_nbytes + transfer.payload_nbytes, self.sent_nbytes + transfer.sent_nbytes
         )
 
 

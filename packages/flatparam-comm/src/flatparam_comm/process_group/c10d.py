@@ -37,16 +37,7 @@ _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 #: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
 #: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
 _CARRIED: Final = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    }
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 
 

@@ -107,10 +107,7 @@ def exchange(value: object, group: ProcessGroup) -> list[Any]:
     """Return every rank's value, in the order of the group's ranks."""
     device = _control_device(group)
     gathered = exchange_bytes(
-        pickle.dumps(value),
-        group.size(),
-        lambda output, shard: all_gather(output, shard, group).wait(),
-        device,
+        pickle.dumps(value), group.size(), lambda output, shard: all_gather(output, shard, group).wait(), device
     )
     return [pickle.loads(each) for each in gathered]
 
@@ -202,10 +199,7 @@ _NAMES: Final = _Names()
 
 
 def exchange_bytes(
-    mine: bytes,
-    size: int,
-    gather: Callable[[Tensor, Tensor], None],
-    device: torch.device,
+    mine: bytes, size: int, gather: Callable[[Tensor, Tensor], None], device: torch.device
 ) -> list[bytes]:
     """Return the bytes of each of `size` ranks, in rank order.
 

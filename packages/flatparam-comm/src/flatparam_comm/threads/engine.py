@@ -112,9 +112,7 @@ class ThreadCollectives:
         checks.check_reduce_scatter(site, output, full, op)
         late = self._world.deliver_late
         return self._move(
-            Cargo(site, full, output),
-            op.value,
-            lambda cargoes: stage_reduction(cargoes, op, scatter=True, late=late),
+            Cargo(site, full, output), op.value, lambda cargoes: stage_reduction(cargoes, op, scatter=True, late=late)
         )
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
@@ -134,9 +132,7 @@ class ThreadCollectives:
         checks.check_broadcast(site, tensor, root)
         late = self._world.deliver_late
         return self._move(
-            Cargo(site, tensor, tensor),
-            f"root {root}",
-            lambda cargoes: stage_broadcast(cargoes, root, late=late),
+            Cargo(site, tensor, tensor), f"root {root}", lambda cargoes: stage_broadcast(cargoes, root, late=late)
         )
 
     def all_to_all(
@@ -223,10 +219,7 @@ class ThreadCollectives:
             raise
         except Exception as error:
             raise CollectiveError(
-                self._rank,
-                call.op,
-                call.label,
-                f"the result could not be computed: {type(error).__name__}: {error}",
+                self._rank, call.op, call.label, f"the result could not be computed: {type(error).__name__}: {error}"
             ) from error
 
 

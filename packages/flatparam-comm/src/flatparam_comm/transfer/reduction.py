@@ -84,12 +84,7 @@ class Sums(Protocol):
 
 @functools.cache
 def averaging_over(
-    ranks: int,
-    divisor: float,
-    dtypes: frozenset[torch.dtype],
-    *,
-    in_copy: bool = True,
-    in_parts: bool = False,
+    ranks: int, divisor: float, dtypes: frozenset[torch.dtype], *, in_copy: bool = True, in_parts: bool = False
 ) -> Averaging:
     """Return the factors that divide a sum over `ranks` by `divisor`.
 
@@ -230,13 +225,7 @@ class Reducer:
             mean = self.sums.averaging(self, handles)
             return mean if self.weighing is None else self.weighing.of(mean, self, handles)
         hooks = self.hooks
-        of = (
-            hooks.reduce,
-            hooks.all_reduce,
-            self.divide_factor,
-            PART_NBYTES.value,
-            *map(_GRADIENTS, handles),
-        )
+        of = (hooks.reduce, hooks.all_reduce, self.divide_factor, PART_NBYTES.value, *map(_GRADIENTS, handles))
         if of != self._averaged_of:
             self._averaged_of, self._averaging = of, self._averaging_now(handles)
         if self.weighing is not None:

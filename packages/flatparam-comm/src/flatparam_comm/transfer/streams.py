@@ -249,10 +249,7 @@ class Streams:
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream, *, after_current: bool = True) -> Iterator[Copies]:
         copies = Copies()
-        before, index = (
-            torch.accelerator.current_stream(self.device),
-            torch.accelerator.current_device_index(),
-        )
+        before, index = (torch.accelerator.current_stream(self.device), torch.accelerator.current_device_index())
         if after_current:
             stream.wait_event(self._record(before))
         # Not `with stream`: a stream remembers only one stream to return to, and another thread may use it, too.

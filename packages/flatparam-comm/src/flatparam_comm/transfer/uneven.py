@@ -93,11 +93,7 @@ def _exchanged_and_added(group: Collectives, layout: FlatLayout, output: Tensor,
             output.add_(other)
 
     pending = group.all_to_all(
-        received,
-        full,
-        output_numels=[output.numel()] * group.size,
-        given_numels=layout.shard_numels,
-        label=label,
+        received, full, output_numels=[output.numel()] * group.size, given_numels=layout.shard_numels, label=label
     )
     return ContinuedPending(pending, add)
 

@@ -131,10 +131,7 @@ def _check_takeable(module: nn.Module, info: ParamInfo, parameter: nn.Parameter)
 
 
 def _walk(
-    name: str,
-    module: nn.Module,
-    skip_module: Callable[[nn.Module], bool],
-    above: tuple[nn.Module, ...] = (),
+    name: str, module: nn.Module, skip_module: Callable[[nn.Module], bool], above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield every path without a circle, depth first; a module that is reached twice comes twice."""
     yield name, module

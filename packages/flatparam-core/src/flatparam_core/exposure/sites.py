@@ -206,10 +206,7 @@ class _Swap:
 
     @classmethod
     def of(
-        cls,
-        owns: Sequence[dict[str, Any]],
-        names: Sequence[Mapping[str, int]],
-        values: Sequence[torch.Tensor | None],
+        cls, owns: Sequence[dict[str, Any]], names: Sequence[Mapping[str, int]], values: Sequence[torch.Tensor | None]
     ) -> Self | None:
         """Return the swap of modules that are sharded now; None if a registry shows what other sites have, too."""
         registries: list[ShardedRegistry] = [own[_PARAMETERS] for own in owns]
@@ -241,10 +238,7 @@ class _Swap:
         return True
 
     def _exchange(
-        self,
-        owns: Sequence[dict[str, Any]],
-        old: Sequence[dict[str, Any]],
-        new: Sequence[dict[str, Any]],
+        self, owns: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
     ) -> bool:
         # Loops: what maps a method of dictionaries takes several times as many instructions. The names that are sharded
         # here are registered, so equal lengths and the others say that all names are the same.
@@ -360,11 +354,7 @@ class Sites:
             dict.__setitem__(registry, name, values[index])
 
     def _have_read(
-        self,
-        row: _Attributes,
-        owns: Sequence[dict[str, Any]],
-        read: Read,
-        values: Sequence[torch.Tensor | None],
+        self, row: _Attributes, owns: Sequence[dict[str, Any]], read: Read, values: Sequence[torch.Tensor | None]
     ) -> None:
         """Have reads of attributes call `read`, of registries that have these values."""
         if not self._readers:
@@ -396,12 +386,7 @@ class Sites:
         both = zip(flat, self.registered(), self.at_attributes(self.shown), strict=True)
         return replaced(next(info for info, found, before in both if not is_harmless(found, before)))
 
-    def add(
-        self,
-        index: int,
-        infos: Sequence[ParamInfo],
-        read: Read,
-    ) -> None:
+    def add(self, index: int, infos: Sequence[ParamInfo], read: Read) -> None:
         """Show parameter `index` under further names too, from now on; it is sharded now, and `read` as in `put`."""
         self.infos[index] += tuple(infos)
         self._row = None

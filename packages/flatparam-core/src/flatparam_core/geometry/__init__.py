@@ -2,13 +2,7 @@
 
 from flatparam_core.geometry.layout import FlatLayout, FlatParamShardMetadata, Fragment, Slot, shard_metadata
 from flatparam_core.geometry.planning import Location, Move, Place, plan_layouts, replan
-from flatparam_core.geometry.shard_pieces import (
-    ShardPieces,
-    Unflattened,
-    fragment_shape,
-    pack_parameter,
-    pack_shard,
-)
+from flatparam_core.geometry.shard_pieces import ShardPieces, Unflattened, fragment_shape, pack_parameter, pack_shard
 from flatparam_core.geometry.spans import Box, Span
 from flatparam_core.geometry.specs import (
     CHUNK,

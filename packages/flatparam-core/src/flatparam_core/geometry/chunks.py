@@ -88,6 +88,9 @@ class Chunks:
     def spread(self, full: torch.Tensor, shards: torch.Tensor) -> None:
         """Fill the flat tensor `full`, 1-D, with what is in `shards`, by one call."""
         blocks = self._in_flat(full)
+        if not blocks:
+            # torch refuses an empty list, and parameters without elements have no blocks.
+            return
         if full.is_cpu:
             torch._foreach_copy_(blocks, self._in_shards(shards))
         else:

@@ -63,8 +63,8 @@ def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
     A rule that keeps rows or the whole tensor together keeps the shape, too: rows of the parameter's own shape. Else
     the elements lie along the first dimension; the other dimensions have length 1, so that an optimizer's rule that
     depends on the number of dimensions (no weight decay below two) decides as for the full parameter. If nothing is
-    sharded, the shape is the parameter's own. It never is if the parameter is 0-d or empty, or its elements are not in
-    row-major order.
+    sharded, the shape is the parameter's own. It never is if the parameter is 0-d or has rows without elements, or its
+    elements are not in row-major order.
     """
     spec, numel = layout.slots[fragment.index].spec, fragment.in_shard.numel
     if spec.shape and spec.numel and spec.is_row_major:
@@ -72,6 +72,8 @@ def fragment_shape(layout: FlatLayout, fragment: Fragment) -> Shape:
             return spec.shape
         if spec.rule.kind in ("row", "chunk", "whole"):
             return (numel * spec.shape[0] // spec.numel, *spec.shape[1:])
+    if spec.shape[:1] == (0,) and spec.rule.kind in ("row", "chunk", "whole"):
+        return spec.shape
     return (numel, *(1,) * (len(spec.shape) - 1))
 
 

@@ -246,13 +246,7 @@ class GradientLedger:
             self.deposit(indices[at], gradients[at], divisor=divisor)
 
     def _deposit_small(
-        self,
-        batch: _Batch,
-        indices: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        divisor: float,
-        *,
-        add: bool,
+        self, batch: _Batch, indices: Sequence[int], gradients: Sequence[torch.Tensor], divisor: float, *, add: bool
     ) -> None:
         if torch.is_grad_enabled():
             # In most backward passes it is not, and to enter the context takes longer than the copies.

@@ -56,11 +56,7 @@ class Shard:
     def follow(self) -> None:
         """Take over the memory, the device and the dtype that the flat parameter has now."""
         flat_param = self.flat_param
-        self.values, self.address, self.device = (
-            flat_param.detach(),
-            flat_param.data_ptr(),
-            flat_param.device,
-        )
+        self.values, self.address, self.device = (flat_param.detach(), flat_param.data_ptr(), flat_param.device)
         self.moves += 1
         flat_param.flat_layout = flat_param.flat_layout.with_dtype(flat_param.dtype)
 

@@ -73,9 +73,7 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.from_json(read_sealed(file))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: not a manifest that this version reads: {error}",
-            path=file,
-            hint="use a different checkpoint",
+            f"{file}: not a manifest that this version reads: {error}", path=file, hint="use a different checkpoint"
         ) from error
 
 

@@ -184,8 +184,7 @@ def seal(content: Any) -> bytes:
         check_cost(text)
     except ValueError as error:
         raise CheckpointError(
-            f"the values of a checkpoint are too many: {error}",
-            hint="save long lists of numbers as tensors",
+            f"the values of a checkpoint are too many: {error}", hint="save long lists of numbers as tensors"
         ) from error
     return _sealed(text)
 
@@ -231,9 +230,7 @@ def read_sealed(path: AnyPath, *, follows_links: bool = True) -> Any:
         return unseal(data)
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: damaged: {error}",
-            path=path,
-            hint="use a different checkpoint, or restore the file from a copy",
+            f"{path}: damaged: {error}", path=path, hint="use a different checkpoint, or restore the file from a copy"
         ) from error
 
 

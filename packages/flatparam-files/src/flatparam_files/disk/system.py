@@ -24,12 +24,7 @@ OPEN_FILES: Final = Threshold(
 )
 
 
-def open_regular(
-    path: str | os.PathLike[str],
-    flags: int = os.O_RDONLY,
-    *,
-    follows_links: bool = True,
-) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follows_links: bool = True) -> int:
     """Open a regular file, and return its descriptor.
 
     Whoever can write to a directory can put a FIFO there, which an ordinary `open` waits for, a device that never

@@ -323,10 +323,7 @@ def _unflattened(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: P
             groups.append({"options": of_fqn, "params": [fqn]})
         else:
             group["params"].append(fqn)
-    return {
-        "state": state,
-        "param_groups": [{**group["options"], "params": group["params"]} for group in groups],
-    }
+    return {"state": state, "param_groups": [{**group["options"], "params": group["params"]} for group in groups]}
 
 
 def _split(key: str, model: Mapping[str, Any]) -> tuple[str, str]:

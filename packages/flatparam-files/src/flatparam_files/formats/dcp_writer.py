@@ -182,6 +182,5 @@ def _tensor(info: TensorInfo, boxes: list[Box]) -> PickledCall:
         for box in boxes
     ]
     return _new(
-        f"{_HOME}.TensorStorageMetadata",
-        {"properties": properties, "size": _size(info.shape), "chunks": chunks},
+        f"{_HOME}.TensorStorageMetadata", {"properties": properties, "size": _size(info.shape), "chunks": chunks}
     )

@@ -81,14 +81,7 @@ def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
 
 
 # Entries of the model's side: the state of training, and what only describes the checkpoint. The rest is the client's.
-_TRAINING: Final = (
-    "lr_scheduler",
-    "data_sampler",
-    "random_ltd",
-    "global_steps",
-    "global_samples",
-    "skipped_steps",
-)
+_TRAINING: Final = ("lr_scheduler", "data_sampler", "random_ltd", "global_steps", "global_samples", "skipped_steps")
 _DESCRIBING: Final = (
     "module",
     "buffer_names",

@@ -76,11 +76,7 @@ def read_pickle(data: bytes, names: AdmittedNames, *, what: str, persistent: Cal
 
 _MARK: Final = object()
 _CONSTANTS: Final[Mapping[str, Any]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_CONTAINERS: Final[Mapping[str, Callable[[], Any]]] = {
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_SET": set,
-}
+_CONTAINERS: Final[Mapping[str, Callable[[], Any]]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _NUMBERS: Final = frozenset({"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"})
 _TEXTS: Final = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"})
 _BYTES: Final = frozenset({"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"})

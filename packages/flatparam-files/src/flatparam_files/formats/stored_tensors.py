@@ -140,10 +140,7 @@ class StridedTensor(Stored):
         with ByteFile(self.storage.file) as file:
             self.storage.check(file)
             for piece in chunk_spans(span, itemsize):
-                start, nbytes = (
-                    self.storage.start + (self.offset + piece.start) * itemsize,
-                    piece.numel * itemsize,
-                )
+                start, nbytes = (self.storage.start + (self.offset + piece.start) * itemsize, piece.numel * itemsize)
                 at = (piece.start - span.start) * itemsize
                 file.read_into(start, nbytes, target[at : at + nbytes])
                 yield nbytes

@@ -44,13 +44,7 @@ class Fitted:
             if plan.prediction is not None and plan.prediction.is_measured:
                 verdict += ", measured"
             rows.append(
-                [
-                    way_of(plan.setup),
-                    shown_nbytes(plan.peak.nbytes),
-                    shown_seconds(seconds_of(plan)),
-                    sent,
-                    verdict,
-                ]
+                [way_of(plan.setup), shown_nbytes(plan.peak.nbytes), shown_seconds(seconds_of(plan)), sent, verdict]
             )
         lines = [f"budget {shown_nbytes(self.memory)} on each rank", "", *columns(rows)]
         if any("measured" in row[-1] for row in rows):
@@ -67,12 +61,7 @@ class Fitted:
             "memory": self.memory,
             "choices": list(self.choices),
             "ways": [
-                {
-                    "way": way_of(plan.setup),
-                    "fits": self.fits(plan),
-                    "chosen": plan is self.best,
-                    **plan.facts(),
-                }
+                {"way": way_of(plan.setup), "fits": self.fits(plan), "chosen": plan is self.best, **plan.facts()}
                 for plan in self.plans
             ],
         }

@@ -13,15 +13,7 @@ from typing import Any, Final, NamedTuple, final
 import attrs
 from torch import Tensor
 
-from flatparam_comm import (
-    Collectives,
-    ForwardingCollectives,
-    Parts,
-    Pending,
-    ReduceOp,
-    TakesParts,
-    takes_parts,
-)
+from flatparam_comm import Collectives, ForwardingCollectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
 from flatparam_plan import PlanError
 from flatparam_plan.hardware.profile import Profile
 from flatparam_plan.rehearsal import Entry, Rehearsal

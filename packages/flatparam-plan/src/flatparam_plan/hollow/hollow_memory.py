@@ -19,22 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatparam_plan import PlanError
 from flatparam_plan.hollow.arena import Arena, Block, Log
 from flatparam_plan.hollow.kernels import Kernel, Work, operands_of
-from flatparam_plan.hollow.operations import (
-    ATEN,
-    Trait,
-    appearance,
-    on_meta,
-    room_of,
-    value_of,
-)
+from flatparam_plan.hollow.operations import ATEN, Trait, appearance, on_meta, room_of, value_of
 from flatparam_plan.hollow.temporaries import Temporaries
-from flatparam_plan.hollow.unwatched import (
-    MATTERS,
-    Composing,
-    adds_in_place,
-    looks_at_values,
-    owners_if_alone,
-)
+from flatparam_plan.hollow.unwatched import MATTERS, Composing, adds_in_place, looks_at_values, owners_if_alone
 
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can give a storage addresses of ours; if not, torch allocates them, and they stay untouched."""
@@ -205,10 +192,7 @@ class HollowMemory(TorchDispatchMode):
         size, stride, offset = like.shape, like.stride(), like.storage_offset()
         extent = room
         if like.numel() and not room:
-            offset, extent = (
-                0,
-                1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)),
-            )
+            offset, extent = (0, 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
         if not extent:
             return torch.empty_strided(size, stride, dtype=like.dtype)
         flat = self._addresses(extent, like.dtype)
@@ -278,11 +262,7 @@ class HollowMemory(TorchDispatchMode):
                 self._note_real(args[0])
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
-        key: Any = (
-            func,
-            appearance(args, tensors),
-            appearance(tuple(kwargs.items()), tensors) if kwargs else None,
-        )
+        key: Any = (func, appearance(args, tensors), appearance(tuple(kwargs.items()), tensors) if kwargs else None)
         hollow = False
         for tensor in tensors:
             if not tensor.is_cpu:

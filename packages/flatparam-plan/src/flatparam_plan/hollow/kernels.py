@@ -207,10 +207,7 @@ def _by_name(kernel: Kernel) -> int | None:
         return _of_attention(kernel.args[0], kernel.args[1])
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward" and kernel.args[1].dtype == torch.float32:
         return _of_attention_backward(kernel)
-    if name in ("mm", "addmm", "bmm", "baddbmm") and kernel.results[0].dtype in (
-        torch.float32,
-        torch.float64,
-    ):
+    if name in ("mm", "addmm", "bmm", "baddbmm") and kernel.results[0].dtype in (torch.float32, torch.float64):
         # The vendor's library for matrices has memory of its own.
         return _of_matrices(kernel)
     return None

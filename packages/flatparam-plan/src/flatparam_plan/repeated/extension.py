@@ -139,11 +139,7 @@ class _Extension:
         }
         written.repeat(
             [
-                (
-                    kernels,
-                    form,
-                    names[block[1]] if block is not None and name is None else [name or ""] * more,
-                )
+                (kernels, form, names[block[1]] if block is not None and name is None else [name or ""] * more)
                 for kernels, form, name, block in pieces
             ],
             more,
@@ -239,10 +235,7 @@ Peaks: TypeAlias = "tuple[int, list[dict[str, int]]]"
 
 
 def _grown_costs(
-    base: Costs,
-    longer: Sequence[Costs],
-    blocks: Sequence[tuple[int, int]],
-    laid_out: Peaks,
+    base: Costs, longer: Sequence[Costs], blocks: Sequence[tuple[int, int]], laid_out: Peaks
 ) -> Costs | None:
     """Return the costs of all blocks: peaks are those that were laid out, and the rest grows with the blocks.
 

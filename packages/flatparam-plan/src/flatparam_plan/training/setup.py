@@ -38,11 +38,7 @@ OPTIMIZERS: Final = {
     "none": None,
 }
 """The optimizers that have a name."""
-_PREFETCHES: Final = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,
-    "post": BackwardPrefetch.BACKWARD_POST,
-    "none": None,
-}
+_PREFETCHES: Final = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
 def _known(names: Iterable[str]) -> Callable[[Any, attrs.Attribute[Any], str], None]:

@@ -10,15 +10,7 @@ from typing import Final, final
 import attrs
 from torch import nn
 
-from flatparam_comm import (
-    FlatParameter,
-    Topology,
-    clean_fqn,
-    owner_of,
-    told_by_ranks,
-    told_ranks,
-    warn_caller,
-)
+from flatparam_comm import FlatParameter, Topology, clean_fqn, owner_of, told_by_ranks, told_ranks, warn_caller
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
@@ -196,7 +188,7 @@ def warn_of_newcomers(units: Iterable[Unit]) -> None:
             warn_caller(
                 f"unit {unit.name!r}: no unit holds {names[0]!r}{several}, which came into the module after it "
                 "was sharded: gradients are not averaged over the ranks there, so each rank trains different values; "
-                "replace or add modules before the model is sharded, or shard the new module, too",
+                "replace or add modules before the model is sharded, or shard the new module, too"
             )
             return
 

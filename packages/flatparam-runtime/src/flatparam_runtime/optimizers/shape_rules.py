@@ -166,6 +166,9 @@ def _part_of(parameter: nn.Parameter) -> _Part | None:
     if owner is None:
         return None
     handle, index = owner
+    if handle.faces is not None and parameter is handle.exposure.listed()[index]:
+        # Operations of a face are those of the whole.
+        return None
     spec = handle.layout.slots[index].spec
     is_sharded, shape = handle.layout.world_size > 1, tuple(parameter.shape)
     # One rank has all of it then, in its own shape, and the others have an empty part, which is not stepped. A scalar

@@ -80,11 +80,7 @@ def keep_own_part(optimizer: optim.Optimizer) -> None:
 
 
 def _own_parts(
-    state: Mapping[str, Any],
-    names: frozenset[str] | None,
-    parameter: Tensor,
-    handle: FlatParamHandle,
-    index: int,
+    state: Mapping[str, Any], names: frozenset[str] | None, parameter: Tensor, handle: FlatParamHandle, index: int
 ) -> dict[str, Tensor]:
     spec = handle.layout.slots[index].spec
     if parameter.shape == spec.shape:

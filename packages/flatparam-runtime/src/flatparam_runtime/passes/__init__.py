@@ -5,12 +5,4 @@ from flatparam_runtime.passes.forward import call_unit
 from flatparam_runtime.passes.hooks import attach, register_forward_method
 from flatparam_runtime.passes.tree import ROOT_NAME, UnitTree, tree_of
 
-__all__ = [
-    "ROOT_NAME",
-    "UnitTree",
-    "attach",
-    "call_unit",
-    "notice_failed_passes",
-    "register_forward_method",
-    "tree_of",
-]
+__all__ = ["ROOT_NAME", "UnitTree", "attach", "call_unit", "notice_failed_passes", "register_forward_method", "tree_of"]

@@ -342,10 +342,7 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], 
     for tensor in tensors_in(inputs if kwargs else args):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = (
-                tensor.grad_fn or apart_from_checkpoints(_node_of_leaf, tensor),
-                tensor.device,
-            )
+            call.inputs[token] = (tensor.grad_fn or apart_from_checkpoints(_node_of_leaf, tensor), tensor.device)
             # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -9,15 +9,7 @@ from typing import Final, TypeAlias, final
 import attrs
 import torch
 
-from flatparam_comm import (
-    Averaging,
-    FlatParamError,
-    FlatParamHandle,
-    Reduced,
-    Reduction,
-    Threshold,
-    streams_of,
-)
+from flatparam_comm import Averaging, FlatParamError, FlatParamHandle, Reduced, Reduction, Threshold, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import in_range

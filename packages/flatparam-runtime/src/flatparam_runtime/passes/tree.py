@@ -14,15 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from flatparam_comm import (
-    BufferPool,
-    FlatParamError,
-    FlatParamHandle,
-    NoStreams,
-    OnDevice,
-    clean_fqn,
-    streams_of,
-)
+from flatparam_comm import BufferPool, FlatParamError, FlatParamHandle, NoStreams, OnDevice, clean_fqn, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_inference
 from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint, Progress

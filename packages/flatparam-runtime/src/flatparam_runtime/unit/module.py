@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import (
-    Collectives,
-    FlatParamError,
-    FlatParamHandle,
-    Topology,
-    engine_of,
-    process_group_of,
-)
+from flatparam_comm import Collectives, FlatParamError, FlatParamHandle, Topology, engine_of, process_group_of
 from flatparam_runtime.autograd import CALL, accumulation_node, will_run
 from flatparam_runtime.unit.buffers import UnitBuffers
 from flatparam_runtime.unit.calls import ForwardCall, InnerCall
@@ -225,11 +218,7 @@ class UnitModule:
         self.inner.put()
 
     def look_after(
-        self,
-        buffers: UnitBuffers,
-        initial: InitialWeights | None,
-        inner: InnerCalls,
-        left_whole: frozenset[str],
+        self, buffers: UnitBuffers, initial: InitialWeights | None, inner: InnerCalls, left_whole: frozenset[str]
     ) -> None:
         """Take the buffers to cast, the weights to compare, the calls inside to watch, and what was left whole."""
         self.buffers, self.initial, self.inner = buffers, initial, inner

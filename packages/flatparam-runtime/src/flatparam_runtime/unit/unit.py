@@ -13,16 +13,7 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam_comm import (
-    Averaging,
-    FlatParamError,
-    FlatParamHandle,
-    Gather,
-    Reducer,
-    Reduction,
-    Residency,
-    Topology,
-)
+from flatparam_comm import Averaging, FlatParamError, FlatParamHandle, Gather, Reducer, Reduction, Residency, Topology
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit.calls import ForwardCall
 from flatparam_runtime.unit.module import UnitModule, next_number

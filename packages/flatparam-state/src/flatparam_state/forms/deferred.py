@@ -10,12 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import (
-    ParamSpec,
-    Span,
-    Topology,
-    broadcast_tensors,
-)
+from flatparam_runtime import ParamSpec, Span, Topology, broadcast_tensors
 
 
 class LazyValue(abc.ABC):

@@ -10,21 +10,8 @@ import attrs
 import torch
 from typing_extensions import Self
 
-from flatparam_runtime import (
-    Collectives,
-    ParamSpec,
-    Span,
-    Topology,
-    memory_view,
-)
-from flatparam_state.forms.chunker import (
-    OWN_CHUNKER,
-    Chunker,
-    is_chunked_over,
-    is_dtensor,
-    local_shape,
-    mesh_of,
-)
+from flatparam_runtime import Collectives, ParamSpec, Span, Topology, memory_view
+from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker, is_chunked_over, is_dtensor, local_shape, mesh_of
 from flatparam_state.forms.deferred import (
     LazyTensor,
     Streamed,

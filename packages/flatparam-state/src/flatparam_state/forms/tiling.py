@@ -150,12 +150,7 @@ class Tiling:
         }
 
     def sharded_tensor(
-        self,
-        parts: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        group: Collectives,
-        *,
-        empty_parts: bool = False,
+        self, parts: Sequence[torch.Tensor], dtype: torch.dtype, group: Collectives, *, empty_parts: bool = False
     ) -> Any:
         """Torch's `ShardedTensor`; no communication: every rank knows the whole tiling.
 

@@ -152,11 +152,7 @@ def _local(place: Place, form: StateForm) -> Any:
 
 
 def model_state_dict(
-    model: nn.Module,
-    *,
-    offload_to_cpu: bool = False,
-    rank0_only: bool = False,
-    form: StateForm | None = None,
+    model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False, form: StateForm | None = None
 ) -> dict[str, Any]:
     """Return the state of `model` under clean names, in full unless another `form` is given; every rank calls it.
 

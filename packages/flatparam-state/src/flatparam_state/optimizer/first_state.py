@@ -60,19 +60,13 @@ def names_of_first_state(
 ) -> frozenset[str]:
     """The names of the states that an optimizer of torch will make for `parameter`; none for any other optimizer."""
     values = _of_torch(
-        optimizer,
-        settings,
-        torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device),
+        optimizer, settings, torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
     )
     return frozenset(name for name, value in values.items() if value is not None)
 
 
 def names_like_parameter(
-    optimizer: torch.optim.Optimizer,
-    settings: Mapping[str, Any],
-    dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dim: int, dtype: torch.dtype, device: torch.device
 ) -> frozenset[str]:
     """Return the states of a parameter of `dim` dimensions that an optimizer of torch makes in the parameter's shape.
 

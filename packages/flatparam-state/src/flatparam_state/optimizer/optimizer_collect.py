@@ -199,11 +199,7 @@ def _bring_together(replicas: Collectives, mine: Sequence[dict[str, _Local]]) ->
 
 
 def sharded_states(
-    places: Sequence[Place],
-    states: Mapping[Held, Mapping[str, Any]],
-    form: StateForm,
-    *,
-    with_owners: bool = False,
+    places: Sequence[Place], states: Mapping[Held, Mapping[str, Any]], form: StateForm, *, with_owners: bool = False
 ) -> Iterator[tuple[Place, str, str, Any]]:
     """Yield the states of the parameters of `places`: of each its place, the parameter, its name and its value.
 

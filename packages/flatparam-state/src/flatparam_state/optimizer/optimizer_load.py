@@ -133,11 +133,7 @@ def _digest(places: Sequence[Place], saved: State) -> int:
 
 
 def _loaded(
-    model: nn.Module,
-    places: Sequence[Place],
-    holding: Holding,
-    held: Collection[str],
-    states: SavedStates,
+    model: nn.Module, places: Sequence[Place], holding: Holding, held: Collection[str], states: SavedStates
 ) -> dict[Held, dict[str, Any]]:
     """The state of each parameter that the optimizer holds, made in the order of the model, the same on every rank.
 

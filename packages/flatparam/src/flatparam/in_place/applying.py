@@ -314,11 +314,7 @@ def resolve_in_place(
 def _casting(policy: MixedPrecisionPolicy) -> Casting:
     casts = policy.cast_forward_inputs
     return Casting(
-        policy.param_dtype,
-        at_root=casts,
-        below_root=casts,
-        without_parameters=casts,
-        output_dtype=policy.output_dtype,
+        policy.param_dtype, at_root=casts, below_root=casts, without_parameters=casts, output_dtype=policy.output_dtype
     )
 
 

@@ -26,6 +26,16 @@ else:
     _Base = object
 
 
+class _GivesWay:
+    """A property to which an attribute of the same name that the user's module has is preferred."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, module: Any, kind: type[Any]) -> Any:
+        return self if module is None else self.function(module)
+
+
 class FSDPModule(_Base):
     """A module that `fully_shard` has sharded; the class of each is derived from this one and from its own class.
 
@@ -58,8 +68,8 @@ class FSDPModule(_Base):
         Returns:
             The handle with `async_op`, and otherwise `None`.
         """
-        self._unit.hold()
-        handle = UnshardHandle(self._unit)
+        _unit_of(self).hold()
+        handle = UnshardHandle(_unit_of(self))
         if async_op:
             return handle
         handle.wait()
@@ -71,12 +81,12 @@ class FSDPModule(_Base):
         Raises:
             FlatParamError: while a forward pass or `summon_full_params` uses them.
         """
-        if self._unit.is_needed:
+        if _unit_of(self).is_needed:
             raise FlatParamError(
-                f"{self._unit}: its full parameters cannot be freed while a forward pass or summon_full_params() uses "
-                "them"
+                f"{_unit_of(self)}: its full parameters cannot be freed while a forward pass or summon_full_params() "
+                "uses them"
             )
-        self._unit.reshard()
+        _unit_of(self).reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether full parameters are freed between forward and backward; see `fully_shard`.
@@ -89,7 +99,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("reshard_after_forward", reshard_after_forward)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.change_plan(**freeing(reshard_after_forward, unit.topology))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -102,7 +112,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("reshard_after_backward", reshard_after_backward)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.change_plan(free_after_unsynced_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -115,7 +125,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("unshard_in_backward", unshard_in_backward)
-        self._unit.change_plan(unshards_in_backward=unshard_in_backward)
+        _unit_of(self).change_plan(unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's forward begins; without modules, as a pass suggests.
@@ -123,7 +133,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        training.set_units_to_forward_prefetch(self._unit, list(modules) or None)
+        training.set_units_to_forward_prefetch(_unit_of(self), list(modules) or None)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's backward begins; without modules, as a pass suggests.
@@ -131,7 +141,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        training.set_units_to_backward_prefetch(self._unit, list(modules) or None)
+        training.set_units_to_backward_prefetch(_unit_of(self), list(modules) or None)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have all later work of the current stream, and so every later gather, wait for `event`.
@@ -143,7 +153,7 @@ class FSDPModule(_Base):
 
     # Gradients
 
-    @property
+    @_GivesWay
     def skipped_steps(self) -> int:
         """The number of backward passes after which `nonfinite="skip"` skipped the step on all ranks."""
         return runtime.skipped_steps(self)
@@ -151,7 +161,7 @@ class FSDPModule(_Base):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, and drop those that wait for a reduction; every rank calls it."""
         super().zero_grad(set_to_none)
-        runtime.drop_waiting(self._units(recurse=True))
+        runtime.drop_waiting(_units_of(self, recurse=True))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept FSDP2's call: it has no effect, because each backward pass completes its reductions.
@@ -173,7 +183,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in self._units(recurse):
+        for unit in _units_of(self, recurse):
             unit.reducer.synchronises = requires_gradient_sync
             unit.reducer.sums_copies = requires_gradient_sync
 
@@ -186,7 +196,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("requires_all_reduce", requires_all_reduce)
-        training.set_requires_all_reduce(self._units(recurse), requires_all_reduce)
+        training.set_requires_all_reduce(_units_of(self, recurse), requires_all_reduce)
 
     def accumulate(self, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
         """Compute one micro-batch inside: the passes of one mean loss. Gradients are collected, and not reduced.
@@ -216,7 +226,7 @@ class FSDPModule(_Base):
             ValueError: for a factor that is not above zero.
             FlatParamError: if gradients of passes without synchronisation wait for their reduction.
         """
-        training.set_divide_factor((self._unit,), factor)
+        training.set_divide_factor((_unit_of(self),), factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead", category=FutureWarning)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -239,7 +249,7 @@ class FSDPModule(_Base):
 
         Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
         """
-        if self._unit.showing.wishes is not None:
+        if _unit_of(self).showing.wishes is not None:
             return super().apply(fn)
         with runtime.summon_full_params(self):
             return super().apply(fn)
@@ -316,21 +326,22 @@ class FSDPModule(_Base):
     _ddp_params_and_buffers_to_ignore = refusing.DDP_ASKS
     _is_fsdp_managed_module = refusing.FSDP_MARKS
 
-    @property
-    def _unit(self) -> runtime.Unit:
-        unit = runtime.unit_of(self)
-        assert unit is not None, "fully_shard makes a module a unit before it changes the module's class"
-        return unit
 
-    def _units(self, recurse: bool) -> tuple[runtime.Unit, ...]:
-        return runtime.units_in(self) if recurse else (self._unit,)
+def _unit_of(module: nn.Module) -> runtime.Unit:
+    unit = runtime.unit_of(module)
+    assert unit is not None, "fully_shard makes a module a unit before it changes the module's class"
+    return unit
+
+
+def _units_of(module: nn.Module, recurse: bool) -> tuple[runtime.Unit, ...]:
+    return runtime.units_in(module) if recurse else (_unit_of(module),)
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
 """For each class, the one of its modules that are sharded in place."""
 
 
-_OWN = ("accumulate", "reduce_gradients", "uneven_inputs")
+_OWN = ("accumulate", "reduce_gradients", "skipped_steps", "uneven_inputs")
 
 
 def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> type[nn.Module]:

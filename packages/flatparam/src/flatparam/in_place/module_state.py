@@ -133,10 +133,7 @@ def values_to_come(module: nn.Module, ignored: Ignored, *, parameters: bool) -> 
         tensor
         for child in own_modules(module, ignored)
         if not callable(getattr(child, "reset_parameters", None))
-        for tensor in (
-            *child.buffers(recurse=False),
-            *(child.parameters(recurse=False) if parameters else ()),
-        )
+        for tensor in (*child.buffers(recurse=False), *(child.parameters(recurse=False) if parameters else ()))
         if tensor.is_meta
     ]
     return ValuesLater.of(found) if found else None

@@ -10,26 +10,14 @@ from torch import Tensor
 
 from flatparam.api import ShardingStrategy
 from flatparam.resolving.arguments import Environment
-from flatparam_comm import (
-    Collectives,
-    CommHook,
-    HookedCollectives,
-    SingleCollectives,
-    Topology,
-    resolve_topology,
-)
+from flatparam_comm import Collectives, CommHook, HookedCollectives, SingleCollectives, Topology, resolve_topology
 from flatparam_runtime import warn_caller
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
 
 def resolve_groups(
-    strategy: ShardingStrategy,
-    process_group: Any,
-    device_mesh: Any,
-    *,
-    has_policy: bool,
-    environment: Environment,
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any, *, has_policy: bool, environment: Environment
 ) -> tuple[Topology, ShardingStrategy]:
     """Return the topology that the arguments ask for, and the strategy as it is then: `NO_SHARD` in a world of one.
 
@@ -48,9 +36,7 @@ def resolve_groups(
     else:
         topology = _single_group(strategy, where)
     if topology.data_parallel_size == 1 and strategy is not ShardingStrategy.NO_SHARD:
-        warn_caller(
-            f"the world has one rank, so there is nothing to shard: using NO_SHARD for {strategy}",
-        )
+        warn_caller(f"the world has one rank, so there is nothing to shard: using NO_SHARD for {strategy}")
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
         topology = Topology(SingleCollectives(), topology.shard)

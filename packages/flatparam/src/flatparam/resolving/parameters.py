@@ -181,7 +181,5 @@ def resolve_rules(module: nn.Module, layout: Any, *, is_whole_model: bool = Fals
     for pattern in policy.patterns if is_whole_model else ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             shown = f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}" or "none"
-            warn_caller(
-                f"layout: {pattern!r} fits no parameter, so its rule does nothing; the names are {shown}",
-            )
+            warn_caller(f"layout: {pattern!r} fits no parameter, so its rule does nothing; the names are {shown}")
     return ResolvedRules(found, policy.shares)

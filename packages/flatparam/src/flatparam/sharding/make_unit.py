@@ -17,14 +17,7 @@ from flatparam.spread import route_torchs_functions
 from flatparam.wrap import wrap_chosen
 from flatparam.wrapper.refusing import refuse_parts_in_states
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, FlatParameter, owner_of
-from flatparam_runtime import (
-    Unit,
-    notice_failed_passes,
-    notice_optimizers,
-    shard_module,
-    unit_of,
-    warn_caller,
-)
+from flatparam_runtime import Unit, notice_failed_passes, notice_optimizers, shard_module, unit_of, warn_caller
 
 _MUCH: Final = 2
 """The length of a flat parameter, as a multiple of its parameters', above which its layout gets a warning."""
@@ -112,7 +105,7 @@ def _warn_of_padding(unit: Unit) -> None:
                 f"unit {unit.name!r}: with the rules of its layout, the flat parameter of {layout.fqns[0]!r}, ... "
                 f"takes {times:.1f} times the memory of its parameters on {layout.world_size} ranks; "
                 "make units of more parameters, shard over fewer ranks (HYBRID_SHARD), or keep less together: "
-                "docs/layouts.md says what rules cost",
+                "docs/layouts.md says what rules cost"
             )
 
 
@@ -144,7 +137,7 @@ def _warn_of_other_plan(unit: Unit, resolved: Resolved) -> None:
     if differing:
         warn_caller(
             f"unit {unit.name!r} was wrapped before, and its parameters stay as they were sharded then: "
-            f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them",
+            f"{', '.join(differing)} of this wrapping {'have' if len(differing) > 1 else 'has'} no effect on them"
         )
 
 

@@ -180,8 +180,7 @@ class _Initialiser:
         except BaseException as error:
             how = "param_init_fn" if self.function is not None else "to_empty() and reset_parameters()"
             warnings.warn(
-                f"{type(child).__name__} could not be initialised from the meta device by {how}: {error}",
-                stacklevel=2,
+                f"{type(child).__name__} could not be initialised from the meta device by {how}: {error}", stacklevel=2
             )
             raise
         left = [name for name, p in child._parameters.items() if p is not None and p.is_meta and p not in self.ignored]

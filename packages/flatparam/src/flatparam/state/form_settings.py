@@ -56,11 +56,7 @@ def no_settings() -> StateDictSettings:
 
 def _kinds_of(settings: StateDictSettings) -> tuple[StateDictType, type, type]:
     """Return the settings without the fields of their configurations, in which wrappers of one form may differ."""
-    return (
-        settings.state_dict_type,
-        type(settings.state_dict_config),
-        type(settings.optim_state_dict_config),
-    )
+    return (settings.state_dict_type, type(settings.state_dict_config), type(settings.optim_state_dict_config))
 
 
 def resolve_settings(
@@ -103,10 +99,7 @@ def form_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig)
 
 
 def set_settings(
-    module: nn.Module,
-    state_dict_type: Any,
-    state_dict_config: Any = None,
-    optim_state_dict_config: Any = None,
+    module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> StateDictSettings:
     """Choose the form of the state of every wrapper in `module`; see `set_state_dict_type` of the wrapper.
 
@@ -136,10 +129,7 @@ def settings_of(module: nn.Module) -> StateDictSettings | None:
 
 @contextlib.contextmanager
 def settings_shown(
-    module: nn.Module,
-    state_dict_type: Any,
-    state_dict_config: Any = None,
-    optim_state_dict_config: Any = None,
+    module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> Iterator[None]:
     """Choose the form of the state inside the context; also an exception restores the settings before."""
     interiors = wrappers_in(module).values()
@@ -161,9 +151,7 @@ def check_form(unit: Unit, kind: StateDictType) -> None:
     if kind is StateDictType.FULL_STATE_DICT:
         return
     if unit.topology.shard.size == 1:
-        warn_caller(
-            f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}",
-        )
+        warn_caller(f"unit {unit.name!r} shards nothing (NO_SHARD), so its full state is returned for {kind.name}")
     elif kind is StateDictType.LOCAL_STATE_DICT and unit.topology.mesh is not None:
         raise RuntimeError(
             f"unit {unit.name!r} was sharded over a DeviceMesh, which is not compatible with LOCAL_STATE_DICT; use "

@@ -1,0 +1,238 @@
+"""Programs that read, differentiate, save or step the `DTensor`s themselves: the numbers are those of torch's FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs
+from torch.distributed.tensor import DTensor
+
+from flatparam_clients.second_door.door import fully_shard as ours
+from flatparam_comm import Collectives
+from flatparam_simdev.worlds import run_processes
+
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+Shard = Callable[[Any], Any]
+STEPS = 4
+
+
+def mlp(shard: Shard) -> Any:
+    """Return two sharded layers inside of a sharded module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    for module in (model[0], model[2], model):
+        shard(module)
+    return model
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+    loss: Tensor = (model(x) - 1).square().mean()
+    return loss
+
+
+def trained(model: Any, optimizer: Any, backward: Callable[[Tensor], Any] = torch.autograd.backward) -> list[Any]:
+    """Return the losses of some steps, and the weights after them."""
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step)
+        losses.append(loss.item())
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [losses, *(parameter.full_tensor().tolist() for parameter in model.parameters())]
+
+
+def penalised(shard: Shard, how: str) -> list[Any]:
+    """Add a penalty on the values of the sharded parameters."""
+    model = mlp(shard)
+    parameters = list(model.parameters())
+
+    def backward(loss: Tensor) -> None:
+        if how == "in the loss":
+            loss = loss + 0.1 * sum(p.square().sum().full_tensor() for p in parameters)
+        elif how == "of local parts":
+            loss = loss + 0.1 * sum(p.to_local().square().sum() for p in parameters)
+        loss.backward()
+        if how == "by itself":
+            penalty: Any = 0.1 * sum(p.square().sum() for p in parameters)
+            penalty.backward()
+
+    return trained(model, torch.optim.SGD(parameters, lr=0.1), backward)
+
+
+def penalty_alone(shard: Shard) -> list[Any]:
+    """Differentiate nothing but the parameters, twice, and drop the gradients."""
+    model = mlp(shard)
+    found: list[Any] = []
+    for _ in range(2):
+        model[0].weight.square().sum().backward()
+        found.append(model[0].weight.grad.full_tensor().tolist())
+    model.zero_grad()
+    return [*found, model[0].weight.grad, type(model[2].weight.grad)]
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """A step as long as the norm of the whole parameter says."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad * (p.norm() / (p.grad.norm() + 1e-6)), alpha=-0.01)
+
+
+class Outer(torch.optim.SGD):
+    """SGD that goes half of the way back to where it was two steps ago."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+def stepped_by(shard: Shard, kind: Callable[[Any], Any], *, two_d: bool = False) -> list[Any]:
+    model = mlp(shard)
+    if two_d:
+        for parameter in (p for p in model.parameters() if p.dim() != 2):
+            parameter.requires_grad_(False)
+    return trained(model, kind([p for p in model.parameters() if p.requires_grad]))
+
+
+def hooked(shard: Shard) -> list[Any]:
+    """Note what hooks of the optimizer see before and after its step."""
+    model = mlp(shard)
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1), list[Any]()
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        p = optimizer.param_groups[0]["params"][0]
+        known = p in optimizer.state, model[0].weight in optimizer.state
+        seen.append((tuple(p.shape), p is model[0].weight, known, p.grad.norm().full_tensor().item()))
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    return [trained(model, optimizer), seen]
+
+
+def saved(shard: Shard) -> list[Any]:
+    """Save and copy states, parameters and gradients by other means than torch's checkpoints."""
+    model = mlp(shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trained(model, optimizer)
+    loss_of(model, 0).backward()
+    weight = model[2].weight
+    states: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    states |= {"parameter": weight, "gradient": weight.grad, "detached": weight.detach().detach()}
+    found = []
+    for value in states.values():
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        found.append(told(torch.load(buffer, weights_only=False)))
+        found += [told(copy.deepcopy(value)), told(value)]
+    return [*found, told(pickle.loads(pickle.dumps(weight.detach())))]
+
+
+def told(value: Any) -> Any:
+    """Return tensors as numbers."""
+    if isinstance(value, Mapping):
+        return {key: told(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [told(each) for each in value]
+    return (
+        (value.full_tensor() if isinstance(value, DTensor) else value).tolist() if isinstance(value, Tensor) else value
+    )
+
+
+def saved_later(shard: Shard, folder: str) -> list[Any]:
+    """Save asynchronously by torch's checkpoints, and load."""
+    model = mlp(shard)
+    before = told(model.state_dict())
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder).result()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    return [before, told(model.state_dict())]
+
+
+class Odd(nn.Module):
+    """Attributes with names that a sharded module uses, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.empty = nn.Linear(4, 4), nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+        self.skipped_steps, self._unit, self._units = 3, 4, 5
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(torch.cat([x, self.empty])) * self.skipped_steps
+
+
+def odd(shard: Shard) -> list[Any]:
+    torch.manual_seed(0)
+    model: Any = shard(Odd())
+    shapes = [tuple(each.shape) for each in (model.empty, model.empty.to_local(), model.empty.full_tensor())]
+    model(torch.ones(2, 4)).sum().backward()
+    norm = told(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    model.skipped_steps = model._unit + model._units
+    model.zero_grad()
+    return [shapes, model(torch.ones(2, 4)).tolist(), norm, model.linear.weight.grad]
+
+
+PROGRAMS: dict[str, Callable[[Shard], Any]] = {
+    **{
+        f"penalty {how}": functools.partial(penalised, how=how)
+        for how in ("in the loss", "of local parts", "by itself")
+    },
+    "penalty alone": penalty_alone,
+    "an optimizer that looks at norms": functools.partial(stepped_by, kind=TrustRatio),
+    "an optimizer with tensors of its own": functools.partial(stepped_by, kind=Outer),
+    "torch's Muon": functools.partial(stepped_by, kind=functools.partial(torch.optim.Muon, lr=0.02), two_d=True),
+    "hooks of an optimizer": hooked,
+    "saved": saved,
+    "odd modules": odd,
+}
+
+
+def both(ranks: Collectives, folder: str) -> dict[str, list[Any]]:
+    """Run each program with torch's function, and with ours."""
+    found = {name: [program(torchs), program(ours)] for name, program in PROGRAMS.items()}
+    later = [saved_later(shard, f"{folder}/{shard.__module__}") for shard in (torchs, ours)]
+    return {**found, "saved asynchronously": later}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
+    """What each program has printed on each of two ranks."""
+    return run_processes(2, both, str(tmp_path_factory.mktemp("checkpoints")))
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, "saved asynchronously"])
+def test_as_fsdp2(name: str, results: list[dict[str, list[Any]]]) -> None:
+    """Losses, weights, shapes and what is saved are equal, to the bit."""
+    for rank in results:
+        theirs, mine = rank[name]
+        assert mine == theirs
+    if name == "saved asynchronously":
+        assert mine[0] == mine[1]
