@@ -24,7 +24,7 @@ class Budget:
 
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
-    "flatparam-core": Budget(5_453, 4_500),
+    "flatparam-core": Budget(5_467, 4_500),
     "flatparam-comm": Budget(5_738, 5_500),
     "flatparam-runtime": Budget(6_718, 5_500),
     "flatparam-state": Budget(5_051, 4_700),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(393, 350),
     "files under 100 lines": Budget(110, 110),
-    "lines": Budget(70_121, 52_000),
+    "lines": Budget(70_135, 52_000),
     "lines of imports and `__all__`, per mille": Budget(81, 80),
     "file names that occur twice or more": Budget(13, 15),
     "lines of the median function": Budget(6, 6),

@@ -122,3 +122,44 @@ def test_gradients_are_joined_as_they_are(given: tuple[torch.dtype, ...]) -> Non
     joined = torch.full_like(flat, torch.nan)
     layout.chunks.join(parts, joined)
     assert torch.equal(joined, layout.chunks.joined(flat))
+
+
+class _Inner(nn.Module):
+    """A parameter of its own before two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3))
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 3, bias=False)
+
+
+class _Outer(nn.Module):
+    """Parameters of its own before and after such modules, and one without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.none = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(0, 5))
+        self.a, self.b = _Inner(), _Inner()
+
+
+def test_the_order_is_that_of_torchs_fully_shard() -> None:
+    """What a module has itself comes behind what its children have, which are in their order; whatever the depth."""
+    module = _Outer()
+    (handle,) = flatten_module(module, rank=1, world_size=2, use_orig_params=True, rule_of=lambda _: CHUNK)
+    inner = ["first.weight", "first.bias", "second.weight", "own"]
+    expected = [*(f"a.{name}" for name in inner), *(f"b.{name}" for name in inner), "head", "none"]
+    assert [*handle.layout.fqns] == expected
+    assert module.none.shape == (0, 5)
+    handle.begin_unshard()
+    handle.finish_unshard()
+    assert module.none.shape == (0, 5)
+
+
+def test_parameters_without_elements_alone() -> None:
+    """A flat parameter of nothing is gathered and freed as any other."""
+    module = nn.ParameterList([torch.ones(0, 2), torch.ones(0)])
+    (handle,) = flatten_module(module, rank=0, world_size=2, use_orig_params=True, rule_of=lambda _: CHUNK)
+    handle.begin_unshard()
+    handle.finish_unshard()
+    assert [each.shape for each in module] == [(0, 2), (0,)]
+    handle.reshard()

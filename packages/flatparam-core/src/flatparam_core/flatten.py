@@ -105,7 +105,10 @@ class Flattening:
         home, precision = device or _common_device(bound), precision or Precision()
         specs = [_spec(b, rule_of) for b in bound]
         # Chunks lie as torch's `fully_shard` has them, so that sums over ranks have its bits.
-        sorts = use_orig_params and all(spec.rule != CHUNK for spec in specs)
+        is_chunked = any(spec.rule == CHUNK for spec in specs)
+        sorts = use_orig_params and not is_chunked
+        if is_chunked:
+            specs = _after_children(specs)
         if sorts:
             # Parameters that mostly share hyper-parameters become neighbours: see docs/rationale.md.
             specs.sort(key=lambda spec: len(spec.shape) < 2)
@@ -160,6 +163,17 @@ class Flattening:
                 # A module outside may share the object that was there before.
                 mark_owner(b.parameter, handles[number], index)
         return handles
+
+
+def _after_children(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """Return `specs`, those that a module has itself behind those of its children."""
+
+    def modules(spec: ParamSpec) -> list[str]:
+        path = spec.fqn.split(".")[:-1]
+        return [".".join(path[: depth + 1]) for depth in range(len(path))]
+
+    turns = {name: turn for turn, name in enumerate(dict.fromkeys(name for spec in specs for name in modules(spec)))}
+    return sorted(specs, key=lambda spec: [*map(turns.__getitem__, modules(spec)), len(turns)])
 
 
 def flatten_module(
