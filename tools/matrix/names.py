@@ -57,6 +57,8 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_register_state_dict_hook": "torch.nn.Module()",
     "_global_optimizer_post_hooks": "torch.optim.optimizer",
     "_global_optimizer_pre_hooks": "torch.optim.optimizer",
+    "_optimizer_step_post_hooks": "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])",
+    "_optimizer_step_pre_hooks": "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])",
     # Its constructor sets it on a parameter of another class.
     "_is_param": "type('Made', (), dict.fromkeys(torch.nn.Parameter.__new__.__code__.co_names))",
     "_local_scalar_dense": "torch.ops.aten",
