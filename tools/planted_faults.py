@@ -22,10 +22,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 Fault: TypeAlias = "tuple[str, str, str]"
 """A file below the layer's sources, the text that it has once, and what is put in its place."""
 ABOVE: Final = (
-    "packages/flatparam/tests",
-    "integration_tests/parity",
-    "integration_tests/fsdp1",
-    "integration_tests/state",
+    *(f"packages/{name}/tests" for name in ("flatparam-runtime", "flatparam-state", "flatparam")),
+    *(f"integration_tests/{name}" for name in ("parity", "fsdp1", "fsdp2", "state")),
 )
 PATIENCE: Final = 1800
 
