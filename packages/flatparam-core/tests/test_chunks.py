@@ -163,3 +163,9 @@ def test_parameters_without_elements_alone() -> None:
     handle.finish_unshard()
     assert [each.shape for each in module] == [(0, 2), (0,)]
     handle.reshard()
+
+
+def test_one_rank_has_no_chunks() -> None:
+    """A world of one has everything in one piece: nothing is copied between chunks and the flat parameter."""
+    assert not FlatLayout.plan(specs_of([(4, 2), (3,)]), world_size=1).is_chunked
+    assert FlatLayout.plan(specs_of([(4, 2), (3,)]), world_size=2).is_chunked

@@ -202,3 +202,16 @@ def test_without_swapping_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         second.free()
     source.clear()
     assert (*counts(source), source.peak_of_pass) == (0, 0, 0, 0, 8000)
+
+
+@can_keep
+@pytest.mark.parametrize("most", [1, 2])
+def test_as_many_blocks_of_a_size_are_kept_as_are_allocated_in_a_row(most: int) -> None:
+    """Of three freed blocks one is kept, or two where two are allocated in pairs; the system gets the others."""
+    source = BufferPool()
+    storages = [torch.empty(0).untyped_storage() for _ in range(3)]
+    for storage in storages:
+        source.allocate(storage, 400)
+    for storage in storages:
+        source.free(storage, most)
+    assert (source.in_use, source.kept, source.peak) == (0, 400 * most, 1200)
