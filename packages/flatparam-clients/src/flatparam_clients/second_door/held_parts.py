@@ -1,7 +1,7 @@
 """An optimizer that holds `DTensor`s steps the plain tensors that they stand for, as fast as if it held these.
 
-So does one that treats each element alone, or that says that it knows of shards (`allow_shards`). Any other computes
-with the `DTensor`s, whose operations are those of whole tensors.
+It does if it treats each element alone, or says that it knows of shards (`allow_shards`). Any other computes with the
+`DTensor`s, whose operations are those of whole tensors.
 """
 
 from __future__ import annotations
