@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
 
+import flatparam
 from flatparam_clients.second_door.door import fully_shard as ours
 from flatparam_comm import Collectives
 from flatparam_simdev.worlds import run_processes
@@ -70,6 +71,28 @@ def penalised(shard: Shard, how: str) -> list[Any]:
             penalty.backward()
 
     return trained(model, torch.optim.SGD(parameters, lr=0.1), backward)
+
+
+def clipped(shard: Shard, clip: Callable[..., Tensor]) -> list[Any]:
+    """Measure the gradients of losses and penalties, of three batches each, before anything has read `.grad`."""
+    model = mlp(shard)
+    parameters = list(model.parameters())
+    found = []
+    for batch in range(3):
+        loss_of(model, batch).backward()
+        penalty: Any = 0.1 * sum(p.pow(3).sum() for p in parameters)
+        penalty.backward()
+    # Two sums in different orders differ in their last digits.
+    found.append(round(told(clip(parameters, 1e9)), 5))
+    return [*found, *(parameter.grad.full_tensor().tolist() for parameter in parameters)]
+
+
+def clip_of_both(parameters: list[Any], max_norm: float) -> Tensor:
+    """Call `flatparam.clip_grad_norm_` for our parameters, and torch's function for torch's."""
+    is_ours = hasattr(parameters[0], "original")
+    clip: Any = flatparam.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_
+    norm: Tensor = clip(parameters, max_norm)
+    return norm
 
 
 def penalty_alone(shard: Shard) -> list[Any]:
@@ -206,6 +229,8 @@ PROGRAMS: dict[str, Callable[[Shard], Any]] = {
         for how in ("in the loss", "of local parts", "by itself")
     },
     "penalty alone": penalty_alone,
+    "clipping with torch's function": functools.partial(clipped, clip=nn.utils.clip_grad_norm_),
+    "clipping with ours": functools.partial(clipped, clip=clip_of_both),
     "an optimizer that looks at norms": functools.partial(stepped_by, kind=TrustRatio),
     "an optimizer with tensors of its own": functools.partial(stepped_by, kind=Outer),
     "torch's Muon": functools.partial(stepped_by, kind=functools.partial(torch.optim.Muon, lr=0.02), two_d=True),

@@ -36,14 +36,19 @@ class ShardedParameter(DTensor):
     with torch's.
     """
 
-    original: nn.Parameter
+    _plain: nn.Parameter
     _shown_grad: DTensor | None
+
+    @property
+    def original(self) -> nn.Parameter:
+        """Return the plain parameter that flatparam trains, with the gradient that it has by now."""
+        if _GRAD_OF_FACE.__get__(self) is not None:
+            collect_gradients([self])
+        return self._plain
 
     @property
     def grad(self) -> Tensor | None:
         """Return the gradient, a `DTensor` over that of the plain parameter."""
-        if _GRAD_OF_FACE.__get__(self) is not None:
-            collect_gradients([self])
         local, shown = self.original.grad, self._shown_grad
         if local is None:
             return None
@@ -60,7 +65,7 @@ class ShardedParameter(DTensor):
     def grad(self, value: Tensor | None) -> None:
         _GRAD_OF_FACE.__set__(self, None)
         if value is None:
-            self.original.grad = None
+            self._plain.grad = None
             return
         if not isinstance(value, DTensor) or value.shape != self.shape:
             raise RuntimeError(
@@ -71,9 +76,9 @@ class ShardedParameter(DTensor):
         if value.placements != self.placements:
             value = value.redistribute(self.device_mesh, self.placements)
         local = value._local_tensor
-        if local.dtype != self.original.dtype:
-            self.original.grad_dtype = None
-        self.original.grad = local
+        if local.dtype != self._plain.dtype:
+            self._plain.grad_dtype = None
+        self._plain.grad = local
         self._shown_grad = value
 
     @grad.deleter
@@ -83,7 +88,7 @@ class ShardedParameter(DTensor):
     @property
     def requires_grad(self) -> bool:
         """Return whether the parameter is trained."""
-        return self.original.requires_grad
+        return self._plain.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -91,7 +96,7 @@ class ShardedParameter(DTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         """Train the parameter from now on, or do not."""
-        self.original.requires_grad_(requires_grad)
+        self._plain.requires_grad_(requires_grad)
         super().requires_grad_(requires_grad)
         return self
 
@@ -107,21 +112,18 @@ class ShardedParameter(DTensor):
         return nn.Parameter, (self.detach(), self.requires_grad)
 
 
-def collect_gradients(faces: Sequence[ShardedParameter]) -> None:
+def collect_gradients(faces: Sequence[Any]) -> None:
     """Add what autograd has computed for faces themselves to the gradients of the plain parameters."""
+    if not any(map(operator.is_not, map(_GRAD_OF_FACE.__get__, faces), itertools.repeat(None))):
+        return
     for face in faces:
         own = _GRAD_OF_FACE.__get__(face)
         if own is None:
             continue
-        before, face.grad = face.original.grad, own
-        found = face.original.grad
+        before, face.grad = face._plain.grad, own
+        found = face._plain.grad
         if before is not None and found is not None:
-            face.original.grad = before.add_(found)
-
-
-def uncollected(faces: Sequence[Any]) -> bool:
-    """Return whether autograd has computed a gradient for a face itself."""
-    return any(map(operator.is_not, map(_GRAD_OF_FACE.__get__, faces), itertools.repeat(None)))
+            face._plain.grad = before.add_(found)
 
 
 def presented(local: Tensor, like: DTensor) -> DTensor:
@@ -140,7 +142,7 @@ def as_presented(value: Any, face: ShardedParameter, before: Any) -> Any:
     Args:
         before: what stood for the value of the last step.
     """
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != face.original.shape:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != face._plain.shape:
         return value
     if isinstance(before, DTensor) and before._local_tensor is value:
         return before
@@ -177,7 +179,7 @@ class DTensorFaces:
         kind: Any = ShardedParameter
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
-        face.original, face._shown_grad = original, None
+        face._plain, face._shown_grad = original, None
         # A class of its own notes what its bytes mean, and the face is no such object.
         noted = vars(original).items() if type(original) is nn.Parameter else ()
         vars(face).update({name: value for name, value in noted if not name.startswith("_fsdp")})
@@ -236,14 +238,18 @@ class DTensorFaces:
         newcomer: Any = given
         if type(newcomer) is not DTensor:
             return given if isinstance(given, ShardedParameter) else face
-        face.original.requires_grad_(given.requires_grad)
+        face._plain.requires_grad_(given.requires_grad)
         newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
-        vars(newcomer).update(original=face.original, _shown_grad=None)
+        vars(newcomer).update(_plain=face.original, _shown_grad=None)
         return given
 
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return the plain parameter that flatparam trains."""
         return face.original  # type: ignore[attr-defined, no-any-return]  # it is a face
+
+    def collect(self, faces: Sequence[Any]) -> None:
+        """Add the gradients that autograd has computed for faces themselves to those of the plain parameters."""
+        collect_gradients(faces)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""

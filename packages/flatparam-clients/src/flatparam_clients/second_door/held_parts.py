@@ -23,7 +23,6 @@ from flatparam_clients.second_door.faces import (
     as_presented,
     as_stored,
     collect_gradients,
-    uncollected,
 )
 from flatparam_runtime import OptimizerKind, kind_of_optimizer
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
@@ -81,8 +80,7 @@ class _Held:
             self.faces = [[*each] for each in lists]
             self.parts = [[_part_of(parameter) for parameter in each] for each in lists]
             self.sharded = [each for each in itertools.chain(*lists) if isinstance(each, ShardedParameter)]
-        if uncollected(self.sharded):
-            collect_gradients(self.sharded)
+        collect_gradients(self.sharded)
         for parameters, parts in zip(lists, self.parts, strict=True):
             parameters[:] = parts
 
