@@ -162,6 +162,7 @@ ELASTIC: Final = {
     "fsdp2_trainer.py": ("--batch=12", "--batch=4"),
     "trl_trainers.py": ("--batch=12", "--batch=4"),
     "fsdp2_fabric.py": ("--ranks=1", "--ranks=3"),
+    "fsdp2_lightning.py": ("--ranks=1", "--ranks=3"),
 }
 """The options with which one rank, and three, have the batches that two ranks had."""
 
@@ -265,10 +266,30 @@ CELLS: Final = [
         checkpointing="--checkpointing",
         elastic="--batch=6",
     ),
-    *_of("TRL: DPO", "trl_trainers.py", "SHARDED_STATE_DICT dpo --fsdp2", sharded="", lora="--lora"),
+    *_of(
+        "TRL: DPO",
+        "trl_trainers.py",
+        "SHARDED_STATE_DICT dpo --fsdp2",
+        sharded="",
+        accumulation="--accumulate",
+        bf16="--bf16",
+        checkpointing="--checkpointing",
+        lora="--lora",
+    ),
+    *_of("TRL: DPO", "trl_trainers.py", "FULL_STATE_DICT dpo --fsdp2", full=""),
     *_of("TRL: reward", "trl_trainers.py", "SHARDED_STATE_DICT reward --fsdp2", sharded="--clip"),
     *_of("TRL: GRPO", "trl_trainers.py", "SHARDED_STATE_DICT grpo --fsdp2", losses="--rollout", generate=""),
-    *_of("Lightning `Trainer`", "fsdp2_lightning.py", "", losses=""),
+    *_of(
+        "Lightning `Trainer`",
+        "fsdp2_lightning.py",
+        "",
+        sharded="",
+        full="--full",
+        accumulation="--accumulate",
+        bf16="--bf16",
+        checkpointing="--checkpointing",
+        elastic="",
+    ),
     *_of(
         "Lightning Fabric",
         "fsdp2_fabric.py",

@@ -87,6 +87,22 @@ def clipped(shard: Shard, clip: Callable[..., Tensor]) -> list[Any]:
     return [*found, *(parameter.grad.full_tensor().tolist() for parameter in parameters)]
 
 
+def watched(shard: Shard) -> list[Any]:
+    """Have hooks of parameters look at gradients, of a loss and of a penalty."""
+    model = mlp(shard)
+    found: list[Any] = []
+    for name, parameter in model.named_parameters():
+        hook = functools.partial(lambda name, p: found.append([name, told(p.grad.to_local())]), name)
+        handle = parameter.register_post_accumulate_grad_hook(hook)
+        if name == "2.bias":
+            handle.remove()
+    loss_of(model, 0).backward()
+    model[0].weight.square().sum().backward()
+    model.zero_grad()
+    (model[0].bias.to_local().sum() + loss_of(model, 1)).backward()
+    return sorted(found)
+
+
 def clip_of_both(parameters: list[Any], max_norm: float) -> Tensor:
     """Call `flatparam.clip_grad_norm_` for our parameters, and torch's function for torch's."""
     is_ours = hasattr(parameters[0], "original")
@@ -140,6 +156,27 @@ def stepped_by(shard: Shard, kind: Callable[[Any], Any], *, two_d: bool = False)
         for parameter in (p for p in model.parameters() if p.dim() != 2):
             parameter.requires_grad_(False)
     return trained(model, kind([p for p in model.parameters() if p.requires_grad]))
+
+
+def closed(shard: Shard, *, named: bool) -> list[Any]:
+    """Step with a closure, which clips what the optimizer holds, and looks at its state."""
+    model = mlp(shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Any] = []
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+        kinds = [isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values()]
+        found.append([loss.item(), told(norm), kinds])
+        return loss
+
+    for step in range(STEPS):
+        at = functools.partial(closure, step)
+        found.append(told(optimizer.step(closure=at) if named else optimizer.step(at)))
+    return [*found, *(parameter.full_tensor().tolist() for parameter in model.parameters())]
 
 
 def hooked(shard: Shard) -> list[Any]:
@@ -235,6 +272,9 @@ PROGRAMS: dict[str, Callable[[Shard], Any]] = {
     "an optimizer with tensors of its own": functools.partial(stepped_by, kind=Outer),
     "torch's Muon": functools.partial(stepped_by, kind=functools.partial(torch.optim.Muon, lr=0.02), two_d=True),
     "hooks of an optimizer": hooked,
+    "hooks of parameters": watched,
+    "a closure": functools.partial(closed, named=False),
+    "a closure by its name": functools.partial(closed, named=True),
     "saved": saved,
     "odd modules": odd,
 }

@@ -12,7 +12,7 @@ from flatparam_comm import Collectives, Topology
 from flatparam_comm.testing import run_threads
 from flatparam_runtime import UnitPlan, clean_fqn, shard_module
 from flatparam_state import load_model_state, model_state_dict, optimizer_state_dict
-from flatparam_state.places import fragments_of, places_in, shard_of
+from flatparam_state.places import fragment_of, places_in, shard_of
 
 from .models import Case
 
@@ -110,7 +110,11 @@ def give_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor | None
         full = [gradients.get(name) for name in place.fqns]
         sharded.update(place.fqns)
         if any(gradient is not None for gradient in full):
-            part = shard_of(place, list(fragments_of(place, full)), place.handle.flat_param.detach())
+            part = shard_of(
+                place,
+                [None if each is None else fragment_of(place, index, each)[1] for index, each in enumerate(full)],
+                place.handle.flat_param.detach(),
+            )
             place.handle.accumulate(part, [gradient is not None for gradient in full])
     for name, parameter in model.named_parameters():
         gradient = gradients.get(clean_fqn(name))

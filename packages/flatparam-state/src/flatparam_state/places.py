@@ -165,14 +165,8 @@ def fragment_of(place: Place, index: int, tensor: torch.Tensor) -> tuple[Fragmen
     return fragment, memory_view(tensor, layout.slots[index].spec)[fragment.in_param.as_slice()]
 
 
-def fragments_of(place: Place, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-    """Yield this rank's part of each full tensor; see `fragment_of`."""
-    for index, tensor in enumerate(tensors):
-        yield None if tensor is None else fragment_of(place, index, tensor)[1]
-
-
 def shard_of(place: Place, parts: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    """Lay this rank's `parts` (from `fragments_of`) out as a shard; zero if a part is missing.
+    """Lay this rank's `parts` (see `fragment_of`) out as a shard; zero if a part is missing.
 
     Returns:
         1-D, `layout.shard_numel` elements, dtype of the parts, on the device of `like`.

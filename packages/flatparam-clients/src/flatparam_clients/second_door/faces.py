@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -26,6 +24,8 @@ _HELD_HERE: Final = 3
 """The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
 _GRAD_OF_FACE: Final[Any] = torch._C.TensorBase.grad
 """The place where autograd puts the gradient of whatever reads a face itself, such as a penalty on its values."""
+_HOOKS_OF_FACE: Final[Any] = torch._C.TensorBase._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+"""What autograd calls after that."""
 
 
 class ShardedParameter(DTensor):
@@ -36,15 +36,24 @@ class ShardedParameter(DTensor):
     with torch's.
     """
 
-    _plain: nn.Parameter
+    original: nn.Parameter
     _shown_grad: DTensor | None
+    _hooks: Any
+    """What users have registered for the gradient that is reduced; autograd does not see it."""
+
+    def stand_for(self, original: nn.Parameter, hooks: Any = None) -> None:
+        """Be the face of `original`."""
+        self.original, self._shown_grad, self._hooks = original, None, hooks
+        # Autograd calls it with the face, so that nothing refers to the face itself.
+        _HOOKS_OF_FACE.__set__(self, {0: _pass_on})
 
     @property
-    def original(self) -> nn.Parameter:
-        """Return the plain parameter that flatparam trains, with the gradient that it has by now."""
-        if _GRAD_OF_FACE.__get__(self) is not None:
-            collect_gradients([self])
-        return self._plain
+    def _post_accumulate_grad_hooks(self) -> Any:
+        return self._hooks
+
+    @_post_accumulate_grad_hooks.setter
+    def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
+        self._hooks = hooks
 
     @property
     def grad(self) -> Tensor | None:
@@ -65,7 +74,7 @@ class ShardedParameter(DTensor):
     def grad(self, value: Tensor | None) -> None:
         _GRAD_OF_FACE.__set__(self, None)
         if value is None:
-            self._plain.grad = None
+            self.original.grad = None
             return
         if not isinstance(value, DTensor) or value.shape != self.shape:
             raise RuntimeError(
@@ -76,9 +85,9 @@ class ShardedParameter(DTensor):
         if value.placements != self.placements:
             value = value.redistribute(self.device_mesh, self.placements)
         local = value._local_tensor
-        if local.dtype != self._plain.dtype:
-            self._plain.grad_dtype = None
-        self._plain.grad = local
+        if local.dtype != self.original.dtype:
+            self.original.grad_dtype = None
+        self.original.grad = local
         self._shown_grad = value
 
     @grad.deleter
@@ -88,7 +97,7 @@ class ShardedParameter(DTensor):
     @property
     def requires_grad(self) -> bool:
         """Return whether the parameter is trained."""
-        return self._plain.requires_grad
+        return self.original.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -96,7 +105,7 @@ class ShardedParameter(DTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         """Train the parameter from now on, or do not."""
-        self._plain.requires_grad_(requires_grad)
+        self.original.requires_grad_(requires_grad)
         super().requires_grad_(requires_grad)
         return self
 
@@ -112,18 +121,14 @@ class ShardedParameter(DTensor):
         return nn.Parameter, (self.detach(), self.requires_grad)
 
 
-def collect_gradients(faces: Sequence[Any]) -> None:
-    """Add what autograd has computed for faces themselves to the gradients of the plain parameters."""
-    if not any(map(operator.is_not, map(_GRAD_OF_FACE.__get__, faces), itertools.repeat(None))):
-        return
-    for face in faces:
-        own = _GRAD_OF_FACE.__get__(face)
-        if own is None:
-            continue
-        before, face.grad = face._plain.grad, own
-        found = face._plain.grad
-        if before is not None and found is not None:
-            face._plain.grad = before.add_(found)
+def _pass_on(face: ShardedParameter) -> None:
+    """Add what autograd has just computed for a face itself to the gradient of the plain parameter."""
+    before, face.grad = face.original.grad, _GRAD_OF_FACE.__get__(face)
+    found = face.original.grad
+    if before is not None and found is not None:
+        face.original.grad = before.add_(found)
+    for hook in tuple((face._hooks or {}).values()):
+        hook(face)
 
 
 def presented(local: Tensor, like: DTensor) -> DTensor:
@@ -142,7 +147,7 @@ def as_presented(value: Any, face: ShardedParameter, before: Any) -> Any:
     Args:
         before: what stood for the value of the last step.
     """
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != face._plain.shape:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != face.original.shape:
         return value
     if isinstance(before, DTensor) and before._local_tensor is value:
         return before
@@ -179,7 +184,7 @@ class DTensorFaces:
         kind: Any = ShardedParameter
         face = kind(original.detach(), of, requires_grad=original.requires_grad)
         face._is_param = True
-        face._plain, face._shown_grad = original, None
+        face.stand_for(original)
         # A class of its own notes what its bytes mean, and the face is no such object.
         noted = vars(original).items() if type(original) is nn.Parameter else ()
         vars(face).update({name: value for name, value in noted if not name.startswith("_fsdp")})
@@ -235,21 +240,19 @@ class DTensorFaces:
     def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
         """Make a `DTensor` in the place of `face` the face: an optimizer may hold it already; another unit's is one."""
         assert isinstance(face, ShardedParameter)
-        newcomer: Any = given
-        if type(newcomer) is not DTensor:
+        kind: Any = type(given)
+        if kind is not DTensor:
             return given if isinstance(given, ShardedParameter) else face
-        face._plain.requires_grad_(given.requires_grad)
+        newcomer: Any = given
+        face.original.requires_grad_(given.requires_grad)
+        hooks = newcomer._post_accumulate_grad_hooks
         newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
-        vars(newcomer).update(_plain=face.original, _shown_grad=None)
+        newcomer.stand_for(face.original, hooks)
         return given
 
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return the plain parameter that flatparam trains."""
         return face.original  # type: ignore[attr-defined, no-any-return]  # it is a face
-
-    def collect(self, faces: Sequence[Any]) -> None:
-        """Add the gradients that autograd has computed for faces themselves to those of the plain parameters."""
-        collect_gradients(faces)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorFaces:
         """Return itself: a copy of a model is sharded over the same ranks."""

@@ -12,7 +12,7 @@ import itertools
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -22,7 +22,6 @@ from flatparam_clients.second_door.faces import (
     ShardedParameter,
     as_presented,
     as_stored,
-    collect_gradients,
 )
 from flatparam_runtime import OptimizerKind, kind_of_optimizer
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
@@ -47,8 +46,6 @@ class _Held:
     """The parameters of each group, with faces."""
     parts: list[list[Any]] = attrs.field(factory=list)
     """The same with the plain parts in their places."""
-    sharded: list[ShardedParameter] = attrs.field(factory=list)
-    """The faces, without anything else."""
     shown: State = attrs.field(factory=lambda: defaultdict(dict))
     """The state that users see; its tensors are `DTensor`s."""
     stored: State = attrs.field(factory=lambda: defaultdict(dict))
@@ -79,8 +76,6 @@ class _Held:
         if len(lists) != len(self.faces) or not all(map(_are_same, lists, self.faces)):
             self.faces = [[*each] for each in lists]
             self.parts = [[_part_of(parameter) for parameter in each] for each in lists]
-            self.sharded = [each for each in itertools.chain(*lists) if isinstance(each, ShardedParameter)]
-        collect_gradients(self.sharded)
         for parameters, parts in zip(lists, self.parts, strict=True):
             parameters[:] = parts
 
@@ -165,13 +160,32 @@ def _steps_parts(kind: Any) -> bool:
     return kind_of_optimizer(kind) is OptimizerKind.ELEMENTS
 
 
-def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     kind: Any = type(optimizer)
     may = _steps_parts(kind) or vars(optimizer).get(MAY_SEE_SHARDS, False)
-    if may and _faces_of(optimizer):
-        held: _Held = vars(optimizer).setdefault(_HELD, _Held())
-        _show_faces_to_hooks(optimizer)
+    if not (may and _faces_of(optimizer)):
+        return None
+    held: _Held = vars(optimizer).setdefault(_HELD, _Held())
+    _show_faces_to_hooks(optimizer)
+    held.take_off(optimizer)
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _seeing_faces(held, *args[:2]), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _seeing_faces(held, optimizer, kwargs["closure"])}
+    return None
+
+
+def _seeing_faces(held: _Held, optimizer: optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `closure`, which the step calls: what the optimizer holds, for example to clip it, are faces there."""
+
+    @functools.wraps(closure)
+    def called() -> Any:
+        held.put_on(optimizer)
+        loss = closure()
         held.take_off(optimizer)
+        return loss
+
+    return called
 
 
 def _take_off_again(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -231,6 +245,9 @@ def have_optimizers_step_parts() -> None:
             return
         held.list_parts(optimizer)
         try:
+            if set_to_none:
+                for part in itertools.chain(*held.parts):
+                    part.grad = None
             zero_grad(optimizer, set_to_none)
         finally:
             held.list_faces(optimizer)

@@ -111,13 +111,8 @@ class OriginalExposure:
         return self._addresses[:1] == [_NOWHERE]
 
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Return the originals, with all gradients that they have by now."""
-        self._collect()
+        """Return the originals."""
         return self._originals
-
-    def _collect(self) -> None:
-        if self.faces is not None and self._shown is not self._originals:
-            self.faces.collect(self._shown)
 
     def listed(self) -> Sequence[nn.Parameter]:
         """Return what modules show while they are sharded."""
@@ -275,7 +270,7 @@ class OriginalExposure:
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add its part of the gradient to the `.grad` of each original that arrived and has elements here."""
-        originals, gradients = self.parameters(), self._pieces.views(reduced)
+        originals, gradients = self._originals, self._pieces.views(reduced)
         is_here = self._is_here
         if not all(arrived) or not all(is_here):
             wanted = [a and here for a, here in zip(arrived, is_here, strict=True)]

@@ -44,10 +44,6 @@ class Faces(Protocol):
         """Return what `face` stands for; it is another unit's, if a face of that unit was put in two places."""
         ...
 
-    def collect(self, faces: Sequence[nn.Parameter]) -> None:
-        """Add the gradients that autograd has computed for `faces` themselves to those of their originals."""
-        ...
-
 
 class Exposure(Protocol):
     """The tensors under the parameters' names while a unit is sharded, and the place where its gradients appear."""

@@ -54,7 +54,9 @@ class _JoinedView:
         storage = first.untyped_storage()
         if self.numel and addresses[0] + self.numel * itemsize > storage.data_ptr() + storage.nbytes():
             return None
-        return first.detach().as_strided((self.numel,), (1,))
+        if torch.is_grad_enabled():
+            first = first.detach()
+        return first.as_strided((self.numel,), (1,))
 
 
 @final
@@ -80,7 +82,7 @@ class _ScalarState:
     def spread(self) -> Self:
         """Give every parameter the value."""
         self.each.copy_(self.value)
-        return attrs.evolve(self, version=self.each._version)
+        return type(self)(self.value, self.each, self.parts, self.each._version)
 
     def is_in(self, found: Sequence[Tensor]) -> bool:
         """Return whether `found` are the parts, and have the value."""

@@ -17,6 +17,7 @@ from flatparam.in_place import module_state
 from flatparam.in_place.module_state import initialisers_of, make_on_device
 from flatparam.state import saving
 from flatparam.wrapper import interior, refusing, training
+from flatparam.wrapper.refusing import unit_behind
 from flatparam.wrapper.training import UnshardHandle
 from flatparam_core import FlatParamError
 
@@ -68,11 +69,11 @@ class FSDPModule(_Base):
         Returns:
             The handle with `async_op`, and otherwise `None`.
         """
-        _unit_of(self).hold()
-        handle = UnshardHandle(_unit_of(self))
+        unit = unit_behind(self)
+        unit.hold()
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(unit)
+        unit.finish_unshard()
         return None
 
     def reshard(self) -> None:
@@ -81,12 +82,12 @@ class FSDPModule(_Base):
         Raises:
             FlatParamError: while a forward pass or `summon_full_params` uses them.
         """
-        if _unit_of(self).is_needed:
+        unit = unit_behind(self)
+        if unit.is_needed:
             raise FlatParamError(
-                f"{_unit_of(self)}: its full parameters cannot be freed while a forward pass or summon_full_params() "
-                "uses them"
+                f"{unit}: its full parameters cannot be freed while a forward pass or summon_full_params() uses them"
             )
-        _unit_of(self).reshard()
+        unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether full parameters are freed between forward and backward; see `fully_shard`.
@@ -125,7 +126,7 @@ class FSDPModule(_Base):
             ValueError: for anything but a bool.
         """
         check_flag("unshard_in_backward", unshard_in_backward)
-        _unit_of(self).change_plan(unshards_in_backward=unshard_in_backward)
+        unit_behind(self).change_plan(unshards_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's forward begins; without modules, as a pass suggests.
@@ -133,7 +134,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        training.set_units_to_forward_prefetch(_unit_of(self), list(modules) or None)
+        training.set_units_to_forward_prefetch(unit_behind(self), list(modules) or None)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather the parameters of `modules` when this module's backward begins; without modules, as a pass suggests.
@@ -141,7 +142,7 @@ class FSDPModule(_Base):
         Raises:
             ValueError: if a module is not sharded.
         """
-        training.set_units_to_backward_prefetch(_unit_of(self), list(modules) or None)
+        training.set_units_to_backward_prefetch(unit_behind(self), list(modules) or None)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have all later work of the current stream, and so every later gather, wait for `event`.
@@ -226,7 +227,7 @@ class FSDPModule(_Base):
             ValueError: for a factor that is not above zero.
             FlatParamError: if gradients of passes without synchronisation wait for their reduction.
         """
-        training.set_divide_factor((_unit_of(self),), factor)
+        training.set_divide_factor((unit_behind(self),), factor)
 
     @deprecated("Use `set_gradient_divide_factor` instead", category=FutureWarning)
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -249,7 +250,7 @@ class FSDPModule(_Base):
 
         Every rank calls this method and keeps its own part of its own changes, so seed all ranks alike.
         """
-        if _unit_of(self).showing.wishes is not None:
+        if unit_behind(self).showing.wishes is not None:
             return super().apply(fn)
         with runtime.summon_full_params(self):
             return super().apply(fn)
@@ -327,14 +328,8 @@ class FSDPModule(_Base):
     _is_fsdp_managed_module = refusing.FSDP_MARKS
 
 
-def _unit_of(module: nn.Module) -> runtime.Unit:
-    unit = runtime.unit_of(module)
-    assert unit is not None, "fully_shard makes a module a unit before it changes the module's class"
-    return unit
-
-
 def _units_of(module: nn.Module, recurse: bool) -> tuple[runtime.Unit, ...]:
-    return runtime.units_in(module) if recurse else (_unit_of(module),)
+    return runtime.units_in(module) if recurse else (unit_behind(module),)
 
 
 _CLASSES: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}

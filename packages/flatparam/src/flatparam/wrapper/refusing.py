@@ -61,7 +61,7 @@ def refuse_torchs_functions(module: Any) -> NoReturn:
     Raises:
         FlatParamError: on every rank, naming the functions to call.
     """
-    rank = ranks_of(_unit_of(module)).rank
+    rank = ranks_of(unit_behind(module)).rank
     raise FlatParamError(
         f"rank {rank}: torch.distributed.checkpoint.state_dict does not know flatparam's units, and would take "
         "this rank's parts for the whole: call the function of this name of flatparam.checkpoint.state_dict "
@@ -76,7 +76,7 @@ def _refuse_another_fsdp(module: Any, value: object) -> NoReturn:
     Raises:
         FlatParamError: on every rank.
     """
-    rank = ranks_of(_unit_of(module)).rank
+    rank = ranks_of(unit_behind(module)).rank
     raise FlatParamError(
         f"rank {rank}: torch's FSDP1 or fully_shard was given a model that flatparam shards already. "
         f"If a library did that, {_BEFORE}"
@@ -85,7 +85,7 @@ def _refuse_another_fsdp(module: Any, value: object) -> NoReturn:
 
 def _asked_by_ddp(module: Any) -> _NoDDP:
     """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
-    return _NoDDP(_unit_of(module))
+    return _NoDDP(unit_behind(module))
 
 
 def _is_managed(module: Any) -> bool:
@@ -137,7 +137,7 @@ def _refuse_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _unit_of(module: Any) -> Unit:
+def unit_behind(module: Any) -> Unit:
     """Return the unit of a module that is sharded in place, or of a wrapper."""
     return unit_of(module) or module._unit
 
