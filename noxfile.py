@@ -88,25 +88,27 @@ def alone(session: nox.Session) -> None:
     """Each package alone: its tests with nothing above it but what they name in their extra (`-- core comm -k x`).
 
     Nothing of ours is installed: each test run has the wheels that it is to have on its path, so several run at once.
-    Those of packages that are tested with the same ones are one.
     """
     chosen, extra = split_packages(session.posargs)
     environment = shared(session)
     environment.remove_packages()
-    of_each: dict[tuple[str, ...], list[str]] = {}
-    for name in chosen or PACKAGES:
-        of_each.setdefault(tested_with(name), []).append(name)
-    processes = str(int(WORKERS) // len(of_each) if int(WORKERS) > len(of_each) else 0)
+    # Half of what tests do is to wait. The longest begin first.
+    at_once = 2 * max(1, int(WORKERS))
+    names = sorted(chosen or PACKAGES, key=_size_of_tests, reverse=True)
+    processes = str(at_once // len(names) if at_once > len(names) else 0)
     how = (*pytest_in(processes), "-q", "-m", "not gpu and not long", *extra)
+    for name in names:
+        session.log(f"Testing {name} with {', '.join(tested_with(name))} and nothing else of ours")
     programs = {
-        ", ".join(names): Program((*how, *(f"packages/{name}/tests" for name in names)), environment.alone(there))
-        for there, names in sorted(of_each.items(), key=lambda each: -len(each[0]))
+        name: Program((*how, f"packages/{name}/tests"), environment.alone(tested_with(name))) for name in names
     }
-    for there, names in of_each.items():
-        session.log(f"Testing {', '.join(names)} with {', '.join(there)} and nothing else of ours")
-    testing = Beside(programs, workers=max(1, int(WORKERS)))
+    testing = Beside(programs, workers=at_once)
     testing.start(session)
     testing.finish(session)
+
+
+def _size_of_tests(name: str) -> int:
+    return sum(file.stat().st_size for file in (ROOT / "packages" / name / "tests").rglob("*.py"))
 
 
 @nox.session

@@ -41,6 +41,8 @@ ELSEWHERE = {
 #: Pages whose commands take long, or are such as another page's.
 LONG = (
     "docs/complaints.md",
+    "docs/faq.md",
+    "docs/guides/command.md",
     "docs/guides/from-fsdp2.md",
     "docs/guides/is-my-gradient-right.md",
     "docs/guides/several-hosts.md",
@@ -204,7 +206,8 @@ def run_as_typed(script: str) -> None:
     head = ["set -e", *(f'{name}() {{ {python} {how} "$@"; }}' for name, how in programs.items())]
     done = subprocess.run(
         ["bash", "-c", "\n".join([*head, script])],
-        env={"OMP_NUM_THREADS": "1", **os.environ},
+        # As `torchrun --standalone`: two tests at once would meet at one port.
+        env={"OMP_NUM_THREADS": "1", "PET_STANDALONE": "1", **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

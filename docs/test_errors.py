@@ -710,7 +710,7 @@ def test_row_says_what_happens(what: str, provoke: Provoke) -> None:
 @pytest.mark.parametrize(
     "provoke",
     [
-        pytest.param(provoke, id=what)
+        pytest.param(provoke, id=what, marks=() if what.startswith("called") else pytest.mark.long)
         for _, what, provoke in rows()
         if isinstance(provoke, partial) and provoke.func is on_ranks
     ],

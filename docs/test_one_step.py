@@ -18,6 +18,7 @@ def rows(page: str) -> dict[str, list[str]]:
     return {each[1]: re.findall(r"`([\w.]+)`", each[3]) for each in cells if len(each) == 6 and "`" in each[1]}
 
 
+@pytest.mark.long
 def test_the_table_is_what_a_step_runs() -> None:
     """Nothing in the table is edited by hand, and a step that takes a different way shows up here.
 

@@ -30,7 +30,9 @@ WAYS: dict[str, sums.Way] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optimizer", sums.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(each, marks=() if each == "AdamW" else pytest.mark.long) for each in sums.OPTIMIZERS]
+)
 def test_one_hash(optimizer: str) -> None:
     """Parameters and optimizer states have one hash, whatever the ranks, strategy, transport and checkpoint between."""
     alone = (1, "FULL_SHARD", "blocks", True, "threads", "in turn", False)

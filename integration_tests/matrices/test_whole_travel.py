@@ -44,20 +44,6 @@ LABELS = ("matrices to their owners", "updates of matrices", "updates to replica
 BUCKET = next(each for each in all_thresholds() if each.name == "runtime.matrix_bucket_numel")
 
 
-def sent_numels(routes: Any, place: int, streams: int) -> tuple[int, int, int]:
-    """Return the elements that `place` sends in a step: to owners, from there, and to other replicas."""
-    replica, rank = divmod(place, routes.ranks)
-    to_owners = from_owner = to_replicas = 0
-    for bucket in range(routes.buckets):
-        for other in range(routes.ranks):
-            if other != rank:
-                theirs = routes.owned(replica * routes.ranks + other, bucket)
-                to_owners += routes.message_numel(theirs, rank, streams)
-                from_owner += routes.message_numel(routes.owned(place, bucket), other)
-        to_replicas += (routes.replicas - 1) * routes.replica_numel(bucket, rank)
-    return to_owners, from_owner, to_replicas
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
     optimizer.zero_grad()
     model(batch(0, number)).square().mean().backward()
@@ -105,7 +91,7 @@ def test_bytes_are_the_formula(case: Case, kind: str, bucket: int) -> None:
                     to_owners += span.numel * given
                 if own == owner != holder:
                     from_owner += span.numel * returned
-        numels = sent_numels(routes, world.rank, streams)
+        numels = routes.sent_numels(world.rank, streams)
         nbytes = (given // streams, returned, returned)
         planned = [each * numel for each, numel in zip(nbytes, numels, strict=True)]
         return found, planned, [to_owners, from_owner]

@@ -208,3 +208,16 @@ class Routes:
     def replica_numel(self, bucket: int, rank: int) -> int:
         """The elements that each replica gives the others of `bucket`: as many as the one that has most to give."""
         return max(self.message_numel(self.in_replica(replica, bucket), rank) for replica in range(self.replicas))
+
+    def sent_numels(self, place: int, streams: int = 1) -> tuple[int, int, int]:
+        """Return the elements that `place` sends in a step: to owners, from there, and to other replicas."""
+        replica, rank = divmod(place, self.ranks)
+        to_owners = from_owner = to_replicas = 0
+        for bucket in range(self.buckets):
+            for other in range(self.ranks):
+                if other != rank:
+                    theirs = self.owned(replica * self.ranks + other, bucket)
+                    to_owners += self.message_numel(theirs, rank, streams)
+                    from_owner += self.message_numel(self.owned(place, bucket), other)
+            to_replicas += (self.replicas - 1) * self.replica_numel(bucket, rank)
+        return to_owners, from_owner, to_replicas
