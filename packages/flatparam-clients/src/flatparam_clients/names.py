@@ -154,17 +154,13 @@ def patches_of_holders(ours_for: Mapping[int, tuple[Any, Any]]) -> Iterator[Patc
         ours_for: by the `id` of each of torch's objects, the object and ours.
     """
     for name, module in list(sys.modules.items()):
-        if _is_left_alone(name) or not _is_module(module):
+        # Programs put other things among the modules, too.
+        if _is_left_alone(name) or not isinstance(module, ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
             theirs, ours = ours_for.get(id(value), (None, None))
             if theirs is not None and theirs is value:
                 yield Patch(module, attribute, ours)
-
-
-def _is_module(thing: object) -> bool:
-    """Return whether `thing` is a module; programs put other things among the modules, too."""
-    return isinstance(thing, ModuleType)
 
 
 def _is_left_alone(name: str) -> bool:

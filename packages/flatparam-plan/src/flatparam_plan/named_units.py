@@ -90,7 +90,7 @@ def outline_of(program: TrainingProgram) -> tuple[Outline, nn.Module | None]:
             with memory, without_compiler(), Blank():
                 model = program.build()
             found = _outline(model)
-            template = model if _is_on_meta(model) else None
+            template = model if all(each.is_meta for each in (*model.parameters(), *model.buffers())) else None
             del model
         return found, template
     finally:
@@ -122,10 +122,6 @@ def _outline(model: nn.Module) -> Outline:
         names[part] for each in members for part in _members(each) or _called(each) if _stands_alone(part, holders)
     ]
     return Outline(blocks, rest, tuple(parts))
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return all(each.is_meta for each in (*model.parameters(), *model.buffers()))
 
 
 def _numel(module: nn.Module) -> int:

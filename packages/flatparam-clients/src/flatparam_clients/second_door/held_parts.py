@@ -18,11 +18,7 @@ from typing import Any, Final, TypeAlias, final
 import attrs
 from torch import optim
 
-from flatparam_clients.second_door.faces import (
-    ShardedParameter,
-    as_presented,
-    as_stored,
-)
+from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
 from flatparam_runtime import OptimizerKind, kind_of_optimizer
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 from flatparam_state.optimizer import HOLDERS

@@ -87,7 +87,9 @@ class Topology:
         """
         known: list[Any] = [_Labelled(label, value)]
         for group in self.groups:
-            known = [item for items in group.exchange(known, label=label) for item in _as_list(items)]
+            # A rank that is in the same place sends a list.
+            told = [each if isinstance(each, list) else [each] for each in group.exchange(known, label=label)]
+            known = [item for items in told for item in items]
         labels = [item.label if isinstance(item, _Labelled) else None for item in known]
         if any(found != label for found in labels):
             error = self._mismatch(label, labels)
@@ -113,8 +115,3 @@ def _own_group(world: Collectives, groups: Sequence[Sequence[int]]) -> Collectiv
     # Every rank makes every group, in the same order.
     made = [world.subgroup(ranks) for ranks in groups]
     return next(group for group in made if group is not None)
-
-
-def _as_list(items: object) -> list[Any]:
-    """Return the message of one rank: a list, if the rank is in the same place."""
-    return items if isinstance(items, list) else [items]

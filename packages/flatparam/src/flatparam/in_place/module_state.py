@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from flatparam.sharding.placement import own_modules
 from flatparam.state.load_hooks import streamed
 from flatparam.state.saving import collected
 from flatparam_core import FlatParamError
-from flatparam_runtime import Unit, process_group_of, summon_full_params, unit_of, units_in
+from flatparam_runtime import process_group_of, summon_full_params, unit_of, units_in
 from flatparam_state import FormKind, StateForm, load_model_state
 from flatparam_state.forms.deferred import ValuesLater
 from flatparam_state.model.collect import state_shown
@@ -147,7 +147,8 @@ def make_on_device(module: nn.Module, device: Any) -> None:
     """
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     for unit in units_in(module):
-        if not any(_is_of(asked, known) for known in _devices_of(unit)):
+        devices = {unit.device, *(handle.flat_param.device for handle in unit.handles)}
+        if not any(_is_of(asked, known) for known in devices):
             raise FlatParamError(
                 f"to_empty(): unit {unit.name!r} is on {unit.device}, found device={str(device)!r}; its parameters "
                 "have memory there since fully_shard, so pass that device, or leave out to_empty()"
@@ -156,11 +157,6 @@ def make_on_device(module: nn.Module, device: Any) -> None:
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[name] = torch.empty_like(buffer, device=asked)
-
-
-def _devices_of(unit: Unit) -> Iterable[torch.device]:
-    """Return the device on which a unit computes, and those of its shards."""
-    return {unit.device, *(handle.flat_param.device for handle in unit.handles)}
 
 
 def _is_of(asked: torch.device, known: torch.device) -> bool:
