@@ -16,7 +16,7 @@ from structure.budgets import BUDGETS, FIGURES, beyond, lines_of, over_budget
 from structure.density import figures_of
 from structure.page import PAGE, page_of, text_of
 from structure.sources import House
-from structure.walk import LIBRARIES, Trace, returns, trace_a_step
+from structure.walk import LIBRARIES, MOMENTS, Trace, returns, trace
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GOALS: Final = {
@@ -25,6 +25,9 @@ GOALS: Final = {
     "functions of a step": 150,
     "file changes of a step": 450,
     "classes of a step": 18,
+    "files of making a sharded model": 25,
+    "files of state_dict": 15,
+    "files of Checkpointer.save": 30,
     "import circles": 0,
     "modules in the widest folder": 12,
     "imports of a module, 90th percentile": 12,
@@ -42,21 +45,24 @@ GOALS: Final = {
 def figures(root: Path) -> dict[str, tuple[int, Any]]:
     """Each figure, and what it is made of."""
     house = House.of(root)
-    trace = trace_a_step(root)
-    files = [path for path in trace.files if path.name != "__init__.py"]
-    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
+    step, *others = (_apart(root, moment=moment) for moment in MOMENTS)
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in step.files}
     circles, (modules, folder) = house.circles(), house.widest_folder()
     written = house.written_from_outside("Unit", ("unit", "each", "lender", "borrower", "other"))
     private = house.files_with_private_names_of_torch("flatparam_runtime")
     fragments = house.docstrings_that_begin_with("What")
     hooks = ("_gradient_arrived", "before_forward")
-    arrived, begun = (trace.longest_way(name, "flatparam_runtime") for name in hooks)
+    arrived, begun = (step.longest_way(name, "flatparam_runtime") for name in hooks)
     return {
-        "files of a step": (len(files), [str(path.relative_to(root)) for path in files]),
+        "files of a step": (len(step.files), [str(path.relative_to(root)) for path in step.files]),
         "lines of a step": (sum(lines.values()), {str(k.relative_to(root)): n for k, n in lines.items()}),
-        "functions of a step": (len(trace.functions), None),
-        "file changes of a step": (trace.file_changes, None),
-        "classes of a step": (len(trace.classes), sorted(trace.classes)),
+        "functions of a step": (len(step.functions), None),
+        "file changes of a step": (step.file_changes, None),
+        "classes of a step": (len(step.classes), sorted(step.classes)),
+        **{
+            f"files of {moment}": (len(each.files), [str(path.relative_to(root)) for path in each.files])
+            for moment, each in zip(MOMENTS[1:], others, strict=True)
+        },
         "import circles": (len(circles), circles),
         "modules in the widest folder": (modules, folder),
         "imports of a module, 90th percentile": (house.imports_at_percentile(90), None),
@@ -71,13 +77,10 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
     }
 
 
-def _traces() -> dict[str, Trace]:
-    """The same step of each library, in a process of its own: the step forks, which a process can do safely once."""
-    found = {}
-    for library in LIBRARIES:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found[library] = pool.submit(trace_a_step, ROOT, library).result()
-    return found
+def _apart(root: Path, library: str = "flatparam", moment: str = "step") -> Trace:
+    """The trace of a moment, made in a process of its own: it forks, which a process can do safely once."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(trace, root, library, moment).result()
 
 
 def print_budgets(root: Path) -> int:
@@ -118,11 +121,16 @@ def main(arguments: Sequence[str]) -> int:
     if options.budgets:
         return print_budgets(ROOT)
     if options.step:
-        print(text_of(trace_a_step(ROOT)))
+        print(text_of(trace(ROOT)))
         return 0
     if options.page:
         page = ROOT / PAGE
-        text = page_of(_traces(), page.read_text(encoding="utf-8"))
+        of_step = {library: _apart(ROOT, library) for library in LIBRARIES}
+        others = {
+            moment: {each: _apart(ROOT, each, moment) for each in LIBRARIES[: 1 if "Checkpointer" in moment else None]}
+            for moment in MOMENTS[1:]
+        }
+        text = page_of(of_step, others, page.read_text(encoding="utf-8"))
         if options.print:
             print(text)
         else:

@@ -11,7 +11,7 @@ from typing import Final
 import pages
 from attrs import frozen
 
-from structure.walk import Trace
+from structure.walk import LIBRARIES, Trace
 
 PAGE: Final = Path("docs/concepts/one-step.md")
 PART: Final = ("<!-- written by `python tools/structure --page` -->", "<!-- end -->")
@@ -31,9 +31,17 @@ class Function:
         return self.last - self.first + 1
 
 
-def page_of(traces: Mapping[str, Trace], old: str) -> str:
-    """The page `old` with the tables of `traces`, by library, in the place of its own."""
-    return pages.between(old, PART, f"{table(traces['flatparam'])}\n{hops(traces)}")
+def page_of(steps: Mapping[str, Trace], others: Mapping[str, Mapping[str, Trace]], old: str) -> str:
+    """The page `old` with the tables of `steps`, by library, and of `others`, by moment, in the place of its own."""
+    return pages.between(old, PART, f"{table(steps['flatparam'])}\n{hops(steps)}\n\n{moments(others)}")
+
+
+def moments(traces: Mapping[str, Mapping[str, Trace]]) -> str:
+    """A row for each other moment of a model's life: how many files it goes through, by library."""
+    lines = [["the files of", *(library for library in LIBRARIES)]]
+    for moment, found in traces.items():
+        lines.append([moment, *(f"{len(found[each].files)}" if each in found else "" for each in LIBRARIES)])
+    return f"Other moments of the same model, counted the same way:\n\n{pages.table(lines)}"
 
 
 def hops(traces: Mapping[str, Trace]) -> str:

@@ -1,4 +1,4 @@
-"""Which files one plain training step goes through, and in which order."""
+"""Which files one plain training step goes through, and in which order; and making, asking and saving a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,8 @@ WIDTH: Final = 8
 CPU: Final = torch.device("cpu")
 LIBRARIES: Final = ("flatparam", "FSDP1", "FSDP2")
 """Whose steps are compared: ours, and the peers of torch."""
+MOMENTS: Final = ("step", "making a sharded model", "state_dict", "Checkpointer.save")
+"""What can be followed; the last of flatparam alone."""
 
 
 @define
@@ -64,8 +66,8 @@ class Trace:
 
     @property
     def files(self) -> list[Path]:
-        """The files, each once, in the order in which a reader meets them."""
-        return list(dict.fromkeys(path for _, path, _ in self.calls))
+        """The files, each once, in the order in which a reader meets them; without `__init__`, which has no code."""
+        return list(dict.fromkeys(path for _, path, _ in self.calls if path.name != "__init__.py"))
 
     @property
     def file_changes(self) -> int:
@@ -104,13 +106,14 @@ def returns(way: Sequence[Path]) -> int:
     return count
 
 
-def trace_a_step(root: Path, library: str = "flatparam") -> Trace:
-    """The third step of a model of three blocks, each a unit, on the first of two ranks of a gloo group.
+def trace(root: Path, library: str = "flatparam", moment: str = "step") -> Trace:
+    """The third step of a model of three blocks, each a unit, on the first of two ranks of a gloo group; or a moment.
 
     It is a step of the packages below `root`, a checkout, and not of those that are installed.
 
     Args:
         library: one of `LIBRARIES`.
+        moment: one of `MOMENTS`.
     """
     sys.path[:0] = map(str, sorted((root / "packages").glob("*/src")))
     import torch.distributed as dist
@@ -120,7 +123,7 @@ def trace_a_step(root: Path, library: str = "flatparam") -> Trace:
         child = os.fork()
         dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=0 if child else 1)
         try:
-            return _train(root, library, traced=bool(child))
+            return _train(root, library, moment, Path(folder), traced=bool(child))
         finally:
             dist.destroy_process_group()
             if not child:
@@ -142,13 +145,17 @@ def _sharded_by(library: str, model: nn.Sequential) -> nn.Module:
     return sharded
 
 
-def _train(root: Path, library: str, *, traced: bool) -> Trace:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
-    model = _sharded_by(library, nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+
+
+def _train(root: Path, library: str, moment: str, folder: Path, *, traced: bool) -> Trace:
+    model = _sharded_by(library, _model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     of_torch = Path(torch.__file__).parent / "distributed" / "fsdp"
-    trace = Trace(root / "packages" if library == "flatparam" else of_torch)
+    found = Trace(root / "packages" if library == "flatparam" else of_torch)
 
     def step() -> None:
         model(torch.ones(2, WIDTH)).square().mean().backward()
@@ -157,6 +164,17 @@ def _train(root: Path, library: str, *, traced: bool) -> Trace:
 
     step()
     step()
-    with trace.recording() if traced else nullcontext():
-        step()
-    return trace
+    actions: dict[str, Callable[[], object]] = {
+        "step": step,
+        "making a sharded model": lambda: _sharded_by(library, _model()),
+        "state_dict": model.state_dict,
+    }
+    if moment == "Checkpointer.save":
+        checkpointer = importlib.import_module("flatparam").Checkpointer(folder / "saved", model, optimizer)
+        checkpointer.save(1)
+        actions[moment] = lambda: checkpointer.save(2)
+    elif moment == "state_dict":
+        model.state_dict()
+    with found.recording() if traced else nullcontext():
+        actions[moment]()
+    return found
