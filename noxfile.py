@@ -99,9 +99,7 @@ def alone(session: nox.Session) -> None:
     how = (*pytest_in(processes), "-q", "-m", "not gpu and not long", *extra)
     for name in names:
         session.log(f"Testing {name} with {', '.join(tested_with(name))} and nothing else of ours")
-    programs = {
-        name: Program((*how, f"packages/{name}/tests"), environment.alone(tested_with(name))) for name in names
-    }
+    programs = {name: Program((*how, f"packages/{name}/tests"), environment.alone(tested_with(name))) for name in names}
     testing = Beside(programs, workers=at_once)
     testing.start(session)
     testing.finish(session)
