@@ -51,6 +51,10 @@ class _JoinedView:
             if addresses != [*map(addresses[0].__add__, self._distances)]:
                 return None
             self._addresses = addresses
+        base = first._base
+        if base is not None and base.numel() == self.numel and base.dim() == 1 and base.data_ptr() == addresses[0]:
+            # They are views of it, and of all that it has.
+            return base
         storage = first.untyped_storage()
         if self.numel and addresses[0] + self.numel * itemsize > storage.data_ptr() + storage.nbytes():
             return None
@@ -128,19 +132,14 @@ class JoinedSegment:
         states = self._states(state)
         if not self.names:
             return None if any(states) else [SteppedTensor(parameter, {})]
-        joined: dict[str, Tensor] = {}
         try:
             # The names of the others are found out when their state is read.
             if len(states[0]) != len(self.names):
                 return None
-            for name in self.names:
-                value = self._join(name, states)
-                if value is None:
-                    return None
-                joined[name] = value
+            joined: dict[str, Any] = {name: self._join(name, states) for name in self.names}
         except (TypeError, KeyError):
             return None
-        return [SteppedTensor(parameter, joined)]
+        return None if any(value is None for value in joined.values()) else [SteppedTensor(parameter, joined)]
 
     def _view(self, name: str) -> _JoinedView:
         view = self._views.get(name)
