@@ -174,6 +174,39 @@ def test_a_units_own_checkpoints(reentrant: bool, top: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
+def test_a_parameter_inside_of_a_checkpoint_and_outside(reentrant: bool, ranks: int) -> None:
+    """The gradient of the one use does not stand for that of both: a unit is reduced once, when it has all."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.between = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.used, self.between(self.used(x)), use_reentrant=reentrant)
+            return out
+
+    def make() -> nn.Module:
+        return nn.Sequential(Twice(), Block())
+
+    def plain(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank)).square().mean()
+        return out
+
+    def step(collectives: Collectives) -> tuple[Grads, list[str]]:
+        module, log = sharded(make, collectives, units=["0", "1"]), EventLog()
+        with observe(module, log):
+            plain(module, collectives.rank).backward()
+        check_at_rest(module)
+        return full_gradients(module), [event.unit for event in log.events if event.kind == "reduce"]
+
+    expected = mean_gradients(seeded(make), plain, ranks)
+    for found, reduced in run(ranks, step):
+        check_same(found, expected)
+        assert reduced == ["1", "0"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved-tensor", "reentrant"])
 def test_a_checkpoint_outside_of_any_unit(reentrant: bool, ranks: int) -> None:
     """A root that is itself checkpointed trains: its recomputation is not a new pass."""
 
