@@ -59,7 +59,11 @@ FAULTS: Final[dict[str, tuple[Fault, ...]]] = {
         ("topology/resolving.py", "if len(both) != 1:", "if not both:"),
     ),
     "runtime": (
-        ("passes/backward.py", "        self._hook_the_rest(record)\n", ""),
+        (
+            "passes/backward.py",
+            "        self._hook_the_rest(record)\n        if not record.leaves",
+            "        if not record.leaves",
+        ),
         ("passes/backward.py", "return not call.is_top and next", "return next"),
         (
             "passes/freeing.py",
