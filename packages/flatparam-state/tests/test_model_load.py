@@ -61,6 +61,22 @@ def test_other_world_size_other_units_other_exposure(
         assert_same_state(state, Case(Nested).build().state_dict())
 
 
+def test_what_is_loaded_is_newer_than_data_that_was_given(use_orig_params: bool) -> None:
+    """A parameter that was given other data before has the loaded values, in the state and in the next forward pass."""
+    case = CASES["every layer a unit"]
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard_case(case, ranks, use_orig_params=use_orig_params, seed=8)
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 7.0)
+        load(model, case.build().state_dict())
+        return model(torch.ones(4, 3)).detach(), model_state_dict(model)
+
+    for output, state in same_on_all(2, rank):
+        assert torch.equal(output, case.build()(torch.ones(4, 3)))
+        assert_same_state(state, case.build().state_dict())
+
+
 def test_loading_replaces_parameters_that_a_forward_left_unsharded(use_orig_params: bool) -> None:
     """SHARD_GRAD_OP keeps full parameters after a forward; what is loaded counts from the next forward on."""
     case = CASES["every layer a unit"]
