@@ -89,7 +89,6 @@ FAULTS: Final[dict[str, tuple[Fault, ...]]] = {
             "elif current is None and key in current",
         ),
         ("optimizer/optimizer_load.py", "{} if item.is_elsewhere else", "{} if False else"),
-        ("averages.py", "            unit.take_over()\n            if unit.showing", "            if unit.showing"),
         (
             "averages.py",
             "except BaseException:\n            self.updates = before",

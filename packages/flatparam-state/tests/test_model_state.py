@@ -9,6 +9,7 @@ from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives
+from flatparam_runtime import summon_full_params
 from flatparam_state import StateForm, model_state_dict
 from flatparam_state.model.collect import state_shown
 from flatparam_state.places import places_in
@@ -171,6 +172,28 @@ def test_the_state_and_the_model_do_not_touch_each_other(use_orig_params: bool) 
 
 def mlp_state() -> dict[str, torch.Tensor]:
     return dict(CASES["every layer a unit"].build().state_dict())
+
+
+def test_inside_of_summoned_parameters_the_state_has_what_was_changed(use_orig_params: bool) -> None:
+    """What is written to full parameters is in a state that is collected there, and stays after the context."""
+    case = CASES["every layer a unit"]
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard_case(case, ranks, use_orig_params=use_orig_params)
+        with summon_full_params(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            inside = model_state_dict(model)
+        return inside, model_state_dict(model)
+
+    expected = case.build().state_dict()
+    for inside, after in same_on_all(2, rank):
+        for name, value in expected.items():
+            doubled = (
+                value * 2 if value.is_floating_point() and name in dict(case.build().named_parameters()) else value
+            )
+            assert torch.equal(inside[name], doubled), name
+        assert_same_state(after, inside)
 
 
 def test_frozen_and_trainable_look_alike_in_the_state(use_orig_params: bool) -> None:
