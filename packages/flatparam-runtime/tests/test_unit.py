@@ -41,6 +41,18 @@ def test_filling_and_showing_are_two_steps(ranks: int, use_orig_params: bool) ->
     run(ranks, steps)
 
 
+def test_what_is_held_is_not_stale(use_orig_params: bool) -> None:
+    """Parameters that a forward pass has kept are gathered anew for a caller if the shards have changed since."""
+    module, unit = one(use_orig_params=use_orig_params, free_after_forward=False)
+    module(batch(0))
+    assert unit.residency is Residency.UNSHARDED
+    with torch.no_grad():
+        unit.handles[0].flat_param.mul_(2)
+    unit.hold()
+    unit.finish_unshard()
+    assert torch.equal(module.up.weight, 2 * seeded(Block).up.weight)
+
+
 def test_calling_again_changes_nothing() -> None:
     """A second call of each of the three does nothing: no second gather, no second event."""
     wire = Wire()

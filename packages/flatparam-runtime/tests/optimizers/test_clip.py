@@ -347,3 +347,12 @@ def test_gradients_given_by_group() -> None:
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(part, torch.full((2,), (3.0 + rank) / expected))
         torch.testing.assert_close(whole, torch.full((1,), 5.0 / expected))
+
+
+@pytest.mark.parametrize("norm_type", [math.inf, -math.inf, -1.0, 2.0])
+def test_an_empty_gradient_counts_as_nothing(norm_type: float) -> None:
+    """A rank that has no element of a parameter has an empty gradient, of which not every norm exists."""
+    gradients = [torch.zeros(0, 3), torch.tensor([3.0, -4.0])]
+    expected = torch.linalg.vector_norm(gradients[1], norm_type)
+    total = clip_gradients_({SingleCollectives(): gradients}, [], 100.0, norm_type, device=torch.device("cpu"))
+    assert torch.equal(total, expected)
