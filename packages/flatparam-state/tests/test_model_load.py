@@ -77,6 +77,37 @@ def test_what_is_loaded_is_newer_than_data_that_was_given(use_orig_params: bool)
         assert_same_state(state, case.build().state_dict())
 
 
+class Scaled(nn.Linear):
+    """A layer that loads itself: it multiplies what it loads."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        with torch.no_grad():
+            self.weight.mul_(3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_modules_own_code_has_loaded_is_undone(world_size: int, use_orig_params: bool) -> None:
+    """If something else does not fit, a module that loads itself has the values again that it had before."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(Scaled(3, 3), nn.Linear(3, 3))
+
+    def rank(ranks: Collectives) -> Any:
+        model = shard(build(), ranks, ("0", ""), use_orig_params=use_orig_params)
+        ones = {name: torch.ones_like(value) for name, value in build().state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"1\.weight"):
+            load_model_state(model, {name: value for name, value in ones.items() if name != "1.weight"})
+        before = model_state_dict(model)
+        load_model_state(model, ones)
+        return before, model_state_dict(model)
+
+    for before, after in same_on_all(world_size, rank):
+        assert_same_state(before, build().state_dict())
+        assert torch.equal(after["0.weight"], torch.full((3, 3), 3.0))
+
+
 def test_loading_replaces_parameters_that_a_forward_left_unsharded(use_orig_params: bool) -> None:
     """SHARD_GRAD_OP keeps full parameters after a forward; what is loaded counts from the next forward on."""
     case = CASES["every layer a unit"]
