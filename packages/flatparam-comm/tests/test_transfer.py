@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+import attrs
 import pytest
 import torch
 from each_row import each_row
@@ -16,8 +17,10 @@ from flatparam_comm import (
     Fault,
     FaultyCollectives,
     FlatParamHandle,
+    ForwardingCollectives,
     Gather,
     NoStreams,
+    Pending,
     Raise,
     Reduced,
     Reducer,
@@ -125,6 +128,44 @@ def test_a_gather_that_cannot_be_issued(nth: int) -> None:
     assert same(shown(module), whole())
 
 
+class Failing(ForwardingCollectives):
+    """Gathers that come to nothing, each with an error of its own."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner)
+        self.waited: list[int] = []
+
+    def _decorate(self, inner: Collectives) -> Failing:
+        return Failing(inner)
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        pending = self.inner.all_gather(output, shard, label=label)
+        return FailingPending(pending, self.waited)
+
+
+@attrs.frozen
+class FailingPending:
+    """A gather that fails when it is waited for."""
+
+    inner: Pending
+    waited: list[int]
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.waited.append(len(self.waited))
+        raise CollectiveError(0, "all_gather", "layers", f"number {self.waited[-1]}")
+
+
+def test_a_gather_waits_for_all_of_its_collectives() -> None:
+    """If one fails, the others are waited for before the memory goes that they write to; the first error is raised."""
+    fails = Failing(SingleCollectives())
+    _, handles = flattened(fails)
+    gather = Gather.issue(handles, fails, label="layers", copied=True)
+    with pytest.raises(CollectiveError, match="number 0"):
+        gather.finish()
+    assert fails.waited == [0, 1]
+
+
 def deposit(handles: Sequence[FlatParamHandle], reducer: Reducer, rank: int, *, but: int | None = None) -> None:
     """Collect a gradient of `rank + 1` times the index of each parameter plus one."""
     before = reducer.averaging(handles).before
@@ -202,6 +243,28 @@ def test_a_divisor_of_the_users(factor: float) -> None:
 
     expected = [[10.0 / factor, 20.0 / factor]] * 2
     assert run_threads(4, lambda world: reduced(rectangle(world, 2), change)) == [expected] * 4
+
+
+@each_row("shards", [1, 2, 4])
+def test_a_divisor_of_the_users_beside_a_hook(shards: int) -> None:
+    """A hook averages over the copies, and the sum is divided by `divide_factor` altogether."""
+
+    def program(world: Collectives) -> list[list[float]]:
+        topology = rectangle(world, shards)
+        copies = topology.replicate
+        assert copies is not None
+
+        def all_reduce(state: None, shard: Tensor) -> None:
+            copies.all_reduce(shard).wait()
+            shard.div_(copies.size)
+
+        def change(reducer: Reducer) -> None:
+            reducer.divide_factor = 5.0
+            reducer.hooks.set("all_reduce", None, all_reduce, in_place=True)
+
+        return reduced(topology, change)
+
+    assert run_threads(4, program) == [[[2.0, 4.0]] * 2] * 4
 
 
 @each_row("shards", [1, 2, 4])
@@ -291,7 +354,7 @@ def test_parameters_whose_waiting_gradients_are_dropped() -> None:
             gather.finish()
             deposit(handles, reducer, number_of(topology))
             for handle in handles if dropped else ():
-                handle.gradients.drop([dropped])
+                reducer.drop(handle, [dropped])
             reduction = reducer.issue(handles)
             reduction.replicate()
             found += [list(map(int, each.arrived)) for each in reduction.settle()]
