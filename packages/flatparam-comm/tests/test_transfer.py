@@ -447,12 +447,27 @@ def test_a_hook_that_replaces_the_memory_of_its_argument() -> None:
     assert run_threads(2, lambda world: reduced(rectangle(world, 1), change)) == [[[9.0, 9.0]] * 2] * 2
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_a_host_that_runs_ahead(monkeypatch: pytest.MonkeyPatch, offloaded: bool) -> None:
-    """Where the host runs ahead, copies have streams of their own; here the CPU says that it is such a device."""
+def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("flatparam_") and getattr(module, "streams_of", None) is streams_of:
             monkeypatch.setattr(module, "streams_of", lambda device: NoStreams(runs_ahead=True))
+
+
+def test_memory_that_was_taken_for_copies_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a gather cannot be issued, the memory of the flat parameters that come after it is free, too."""
+    run_ahead(monkeypatch)
+    single = SingleCollectives()
+    _, handles = flattened(single)
+    fails = FaultyCollectives(single, [Fault("all_gather", action=Raise(CollectiveError(0, "all_gather", "", "no")))])
+    with pytest.raises(CollectiveError, match="no"):
+        Gather.issue(handles, fails, copied=True)
+    assert all(handle.buffer.held_nbytes == 0 for handle in handles)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_host_that_runs_ahead(monkeypatch: pytest.MonkeyPatch, offloaded: bool) -> None:
+    """Where the host runs ahead, copies have streams of their own; here the CPU says that it is such a device."""
+    run_ahead(monkeypatch)
 
     def program(group: Collectives) -> None:
         module = layers()
