@@ -89,6 +89,7 @@ FAULTS: Final[dict[str, tuple[Fault, ...]]] = {
             "elif current is None and key in current",
         ),
         ("optimizer/optimizer_load.py", "{} if item.is_elsewhere else", "{} if False else"),
+        ("averages.py", "        self._updates += 1\n", ""),
         (
             "averages.py",
             "except BaseException:\n            self.updates = before",
