@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import flatparam
 from flatparam_clients.second_door.door import fully_shard as ours
@@ -101,6 +102,66 @@ def watched(shard: Shard) -> list[Any]:
     model.zero_grad()
     (model[0].bias.to_local().sum() + loss_of(model, 1)).backward()
     return sorted(found)
+
+
+def dropped(shard: Shard) -> list[Any]:
+    """Drop gradients that were read, in each way; what somebody has kept stays, and nothing else."""
+    model = mlp(shard)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def one_by_one() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    found: list[Any] = []
+    kept: list[Any] = []
+    for step, drop in enumerate([optimizer.zero_grad, model.zero_grad, one_by_one, optimizer.zero_grad]):
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        memory = [StorageWeakRef(parameter.grad.to_local().untyped_storage()) for parameter in parameters]
+        kept.append(parameters[0].grad if step == 2 else None)
+        assert parameters[1].grad is parameters[1].grad
+        drop()
+        found.append([parameter.grad for parameter in parameters])
+        if step != 2:
+            assert all(each.expired() for each in memory), "no gradient is in memory"
+    return [found, told(kept)]
+
+
+def offloaded(shard: Shard) -> list[Any]:
+    """Put other tensors in the places of an optimizer's states, load others, or clear them: the old ones are gone."""
+    model = mlp(shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def memory() -> list[StorageWeakRef]:
+        states = [each for state in optimizer.state.values() for each in state.values()]
+        return [StorageWeakRef(each.to_local().untyped_storage()) for each in states if isinstance(each, DTensor)]
+
+    def replace() -> None:
+        for state in optimizer.state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+
+    def load() -> None:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    losses = []
+    for step, change in enumerate([list, replace, load, lambda: optimizer.state.clear()]):
+        losses.append(trained_once(model, optimizer, step))
+        before = memory()
+        change()
+        if step:
+            assert all(each.expired() for each in before), "no state is in memory twice"
+    losses.append(trained_once(model, optimizer, STEPS))
+    return [losses, told([*map(dict, optimizer.state.values())])]
+
+
+def trained_once(model: Any, optimizer: Any, step: int) -> float:
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def clip_of_both(parameters: list[Any], max_norm: float) -> Tensor:
@@ -267,6 +328,8 @@ PROGRAMS: dict[str, Callable[[Shard], Any]] = {
     },
     "penalty alone": penalty_alone,
     "clipping with torch's function": functools.partial(clipped, clip=nn.utils.clip_grad_norm_),
+    "gradients that are dropped": dropped,
+    "states that are replaced": offloaded,
     "clipping with ours": functools.partial(clipped, clip=clip_of_both),
     "an optimizer that looks at norms": functools.partial(stepped_by, kind=TrustRatio),
     "an optimizer with tensors of its own": functools.partial(stepped_by, kind=Outer),

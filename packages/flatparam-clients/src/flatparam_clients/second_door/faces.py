@@ -22,6 +22,7 @@ from flatparam_meshes import MeshForm
 _NONE: Final[Mapping[str, MeshForm]] = MappingProxyType({})
 _HELD_HERE: Final = 3
 """The references to a gradient's `DTensor` that are ours: its parameter's, a variable's, the counting call's."""
+_NOTHING: Final = torch.empty(0, device="cpu")
 _GRAD_OF_FACE: Final[Any] = torch._C.TensorBase.grad
 """The place where autograd puts the gradient of whatever reads a face itself, such as a penalty on its values."""
 _HOOKS_OF_FACE: Final[Any] = torch._C.TensorBase._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -75,6 +76,7 @@ class ShardedParameter(DTensor):
         _GRAD_OF_FACE.__set__(self, None)
         if value is None:
             self.original.grad = None
+            self.let_go()
             return
         if not isinstance(value, DTensor) or value.shape != self.shape:
             raise RuntimeError(
@@ -93,6 +95,15 @@ class ShardedParameter(DTensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def let_go(self) -> None:
+        """Refer to no memory of a gradient that is gone; if nobody else has its `DTensor`, that stands for the next."""
+        if self._shown_grad is not None:
+            shown = self._shown_grad
+            if sys.getrefcount(shown) > _HELD_HERE:
+                self._shown_grad = None
+            else:
+                shown._local_tensor = _NOTHING
 
     @property
     def requires_grad(self) -> bool:
@@ -152,15 +163,6 @@ def as_presented(value: Any, face: ShardedParameter, before: Any) -> Any:
     if isinstance(before, DTensor) and before._local_tensor is value:
         return before
     return presented(value, face)
-
-
-def as_stored(value: Any, face: ShardedParameter) -> Any:
-    """Return the plain value that `as_presented` makes `value` of."""
-    if not isinstance(value, DTensor):
-        return value
-    if value.shape == face.shape and value.placements != face.placements:
-        value = value.redistribute(face.device_mesh, face.placements)
-    return value._local_tensor
 
 
 @final

@@ -17,8 +17,9 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 from torch import optim
+from torch.distributed.tensor import DTensor
 
-from flatparam_clients.second_door.faces import ShardedParameter, as_presented, as_stored
+from flatparam_clients.second_door.faces import ShardedParameter, as_presented
 from flatparam_runtime import OptimizerKind, kind_of_optimizer
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 from flatparam_state.optimizer import HOLDERS
@@ -35,19 +36,22 @@ State: TypeAlias = "dict[Any, dict[str, Any]]"
 class _Held:
     """The two forms of an optimizer that holds faces: what users see, and what it steps.
 
-    Both are kept. What is in them is looked at before and after each step, and only what is new is made for the other.
+    Between steps only the first one is there: what users take out of it is in memory nowhere else. After a step, only
+    what is new is made for them.
     """
 
     faces: list[list[Any]] = attrs.field(factory=list)
     """The parameters of each group, with faces."""
     parts: list[list[Any]] = attrs.field(factory=list)
     """The same with the plain parts in their places."""
-    shown: State = attrs.field(factory=lambda: defaultdict(dict))
-    """The state that users see; its tensors are `DTensor`s."""
+    shown: State = attrs.field(factory=dict)
+    """The state that users see, while the optimizer steps; its tensors are `DTensor`s."""
     stored: State = attrs.field(factory=lambda: defaultdict(dict))
-    """The state of the parts; its tensors are the local ones."""
-    known: tuple[list[int], list[int]] = ([], [])
-    """The identities of all that is in the two states, as of the last step."""
+    """The state of the parts; between steps its entries are empty."""
+    keys: list[int] | None = None
+    """The identities of the parameters whose states these are."""
+    known: list[int] = attrs.field(factory=list)
+    """The identities of all that was in the state of the parts when the step began."""
     has_parts: bool = False
     """Whether the optimizer holds the parts now."""
 
@@ -57,12 +61,13 @@ class _Held:
             # A step has failed on the way.
             self.put_on(optimizer)
         self.list_parts(optimizer)
-        if optimizer.state is not self.shown or _identities(self.shown) != self.known[0]:
-            self.shown = optimizer.state
-            before, self.stored = self.stored, defaultdict(dict)
-            for key, state in self.shown.items():
-                self.stored[_part_of(key)] = _stored(key, state, before)
-            self._note()
+        self.shown = optimizer.state
+        keys = [*map(id, self.shown)]
+        if keys != self.keys:
+            self.keys, self.stored = keys, defaultdict(dict, {_part_of(key): {} for key in self.shown})
+        for key, shown, stored in zip(self.shown, self.shown.values(), self.stored.values(), strict=True):
+            _store(key, shown, stored)
+        self.known = _identities(self.stored)
         optimizer.state = self.stored  # type: ignore[assignment]
         self.has_parts = True
 
@@ -84,29 +89,30 @@ class _Held:
         """Have the optimizer hold the faces again, with the state that users see."""
         self.has_parts = False
         self.list_faces(optimizer)
-        if optimizer.state is not self.stored or _identities(self.stored) != self.known[1]:
-            self.stored = optimizer.state
-            known = {*map(id, self.stored)}
+        stored: State = optimizer.state
+        if stored is not self.stored or _identities(stored) != self.known:
+            known = {*map(id, stored)}
             for key in [each for each in self.shown if id(_part_of(each)) not in known]:
                 del self.shown[key]
             of_part: dict[int, Any] = {}
             for faces, parts in zip(self.faces, self.parts, strict=True):
                 of_part.update(zip(map(id, parts), faces, strict=True))
-            for part, state in self.stored.items():
+            for part, state in stored.items():
                 key = of_part.get(id(part), part)
                 if isinstance(key, ShardedParameter):
                     _show(key, state, self.shown[key])
                 else:
-                    self.shown[key] = state
+                    self.shown[key].clear()
+                    self.shown[key].update(state)
             # In the order of the parameters, as an optimizer makes them that steps each by itself.
             for face in itertools.chain.from_iterable(self.faces):
                 if face in self.shown:
                     self.shown[face] = self.shown.pop(face)
-            self._note()
+            self.keys = None
+        for state in self.stored.values():
+            state.clear()
         optimizer.state = self.shown  # type: ignore[assignment]
-
-    def _note(self) -> None:
-        self.known = _identities(self.shown), _identities(self.stored)
+        self.shown = {}
 
 
 def _part_of(parameter: Any) -> Any:
@@ -123,15 +129,14 @@ def _identities(state: State) -> list[int]:
     return [*map(id, entries), *map(id, itertools.chain.from_iterable(map(dict.values, entries)))]
 
 
-def _stored(key: Any, shown: dict[str, Any], before: State) -> dict[str, Any]:
-    """Return the entry of the part for the entry `shown` of a parameter."""
-    if not isinstance(key, ShardedParameter):
-        return shown
-    found: dict[str, Any] = before.get(key.original, {})
-    values = {name: as_stored(value, key) for name, value in shown.items()}
-    found.clear()
-    found.update(values)
-    return found
+def _store(key: Any, shown: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Make `stored` what the part has of `shown`, the entry of a parameter."""
+    for name, value in shown.items():
+        if type(value) is DTensor and isinstance(key, ShardedParameter):
+            if value._spec is not key._spec and value.shape == key.shape and value.placements != key.placements:
+                value = shown[name] = value.redistribute(key.device_mesh, key.placements)
+            value = value._local_tensor
+        stored[name] = value
 
 
 def _show(face: ShardedParameter, stored: dict[str, Any], shown: dict[str, Any]) -> None:
@@ -242,8 +247,10 @@ def have_optimizers_step_parts() -> None:
         held.list_parts(optimizer)
         try:
             if set_to_none:
-                for part in itertools.chain(*held.parts):
+                for face, part in zip(itertools.chain(*held.faces), itertools.chain(*held.parts), strict=True):
                     part.grad = None
+                    if face is not part:
+                        face.let_go()
             zero_grad(optimizer, set_to_none)
         finally:
             held.list_faces(optimizer)

@@ -258,7 +258,7 @@ def _maker(model: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
         return _model_of_config(model, arguments)
     if ":" in model:
         return _function_with(model, arguments)
-    return _model_of_class(model, arguments)
+    return _of_transformers(model, arguments, is_class=True)
 
 
 # Models of the library transformers, made of a configuration
@@ -314,15 +314,6 @@ def _without_dtypes(read: Any) -> Any:
     if not isinstance(read, dict):
         return read
     return {name: _without_dtypes(value) for name, value in read.items() if name not in _DTYPES}
-
-
-def _model_of_class(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """Return the function that makes a model of a class of configurations, such as LlamaConfig, and its arguments.
-
-    Raises:
-        ArgumentsError: if transformers has no such class.
-    """
-    return _of_transformers(name, arguments, is_class=True)
 
 
 def _of_transformers(name: str, arguments: dict[str, Any], *, is_class: bool) -> Callable[[], nn.Module]:
