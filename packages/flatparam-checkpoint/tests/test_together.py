@@ -211,18 +211,18 @@ def test_an_interrupt_while_saving(
         if world.rank != rank:
             assert str(caught.value) == f"rank {rank}: {error.__name__}: stop"
         world.barrier()
-        assert checkpointer.steps() == [1]
+        assert checkpointer.steps() in ([1], [1, 2] if may_be_whole else [1])
         world.barrier()
         checkpointer.save(3)
         checkpointer.close()
 
+    # Rank 1 has done its part by then; rank 0 may have made the checkpoint before it hears of the interrupt.
+    may_be_whole = asynchronous and rank == 1 and moment is Moment.REPORTED
     run_threads(2, run)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "lock",
-        "step-00000001",
-        "step-00000003",
-    ]
+    found = sorted(path.name for path in tmp_path.iterdir())
+    if may_be_whole and "step-00000002" in found:
+        found.remove("step-00000002")
+    assert found == ["latest", "lock", "step-00000001", "step-00000003"]
     assert verify_checkpoint(tmp_path).is_sound
 
 
