@@ -132,7 +132,7 @@ def _identities(state: State) -> list[int]:
 def _store(key: Any, shown: dict[str, Any], stored: dict[str, Any]) -> None:
     """Make `stored` what the part has of `shown`, the entry of a parameter."""
     for name, value in shown.items():
-        if type(value) is DTensor and isinstance(key, ShardedParameter):
+        if isinstance(value, DTensor) and isinstance(key, ShardedParameter):
             if value._spec is not key._spec and value.shape == key.shape and value.placements != key.placements:
                 value = shown[name] = value.redistribute(key.device_mesh, key.placements)
             value = value._local_tensor
