@@ -92,7 +92,7 @@ def alone(session: nox.Session) -> None:
     chosen, extra = split_packages(session.posargs)
     environment = shared(session)
     environment.remove_packages()
-    # Half of what tests do is to wait. The longest begin first.
+    # The guard's tests mostly wait. The longest begin first.
     at_once = 2 * max(1, int(WORKERS))
     names = sorted(chosen or PACKAGES, key=_size_of_tests, reverse=True)
     processes = str(at_once // len(names) if at_once > len(names) else 0)

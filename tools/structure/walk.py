@@ -107,7 +107,7 @@ def returns(way: Sequence[Path]) -> int:
 
 
 def trace(root: Path, library: str = "flatparam", moment: str = "step") -> Trace:
-    """The third step of a model of three blocks, each a unit, on the first of two ranks of a gloo group; or a moment.
+    """The third step of a model of three blocks, each a unit, of the first of two gloo ranks; or another moment.
 
     It is a step of the packages below `root`, a checkout, and not of those that are installed.
 
