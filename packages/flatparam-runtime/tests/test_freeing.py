@@ -36,6 +36,7 @@ def _unit(**facts: Any) -> Any:
 def _call(**facts: Any) -> Any:
     """A call inside a recorded pass whose outputs are watched."""
     known = {
+        "in_backward": False,
         "failed": False,
         "recorded": True,
         "watched": True,
@@ -50,7 +51,7 @@ RECORDED, INFERENCE = SimpleNamespace(recorded=True), SimpleNamespace(recorded=F
 
 CALL_ENDED: list[tuple[str, bool, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("a plain call", True, {}, {}, {}),
-    ("in a backward pass", False, {}, {}, {"in_backward": True}),
+    ("in a backward pass", False, {}, {"in_backward": True}, {}),
     ("first in backward", False, {}, {}, {"is_next": True}),
     ("first in backward, of a call that is not recorded", True, {}, {"recorded": False}, {"is_next": True}),
     ("another call uses them", False, {"is_needed": True}, {}, {}),

@@ -74,6 +74,8 @@ class FlatParamHandle:
     """For each parameter, whether it was to get a gradient when the full parameters were last shown."""
     taken_over: tuple[str, ...] = ()
     """The parameters that the user gave other data, which the last unshard copied to the shard."""
+    gathered: int = 0
+    """The stamp of the shard that `begin_unshard` was last called with."""
     unit: str = ""
     """The name in messages of the module that the parameters belong to, if a runtime says it."""
 
@@ -238,7 +240,7 @@ class FlatParamHandle:
 
     def full_nbytes(self, *, full_precision: bool = False) -> int:
         """Return the bytes that `begin_unshard` allocates for the full parameters."""
-        return self.forms.layout.numel * self.forms.dtype(full_precision=full_precision).itemsize
+        return self.forms.nbytes[full_precision]
 
     def computes_in(self, *, full_precision: bool) -> bool:
         """Return whether the current or last full parameters have the dtype that `begin_unshard` gives them."""
@@ -266,6 +268,7 @@ class FlatParamHandle:
             self.take_over()
         else:
             self._follow()
+        self.gathered = self.exposure.stamp() + self._shard.moves
         self.residency = Residency.UNSHARDING
         full, shard = self._reserve(full_precision=full_precision, copied=copied), self._shard.values
         if full.dtype == shard.dtype and full.device == shard.device:
@@ -336,9 +339,10 @@ class FlatParamHandle:
             RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         form = self.forms.current
         is_new = not form.leaves
-        form.fill()
+        if form.staged is not None:
+            form.spread(form.staged)
         self.follow_training()
-        presented = self.forms.presented()
+        presented = self.forms.presented() if self.forms.has_presenters else form.leaves
         self.exposure.show(presented)
         if is_new:
             self._count_references(form, presented)

@@ -245,32 +245,35 @@ def untraced(function: Function, *, with_callees: bool = True) -> Function:
 
 
 @functools.partial(untraced, with_callees=False)
-def in_range(name: str | Callable[[], str], function: Callable[..., Result], *args: Any) -> Result:
+def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
     """Call `function(*args)`; a profile shows the call as `FullyShardedDataParallel.<name>`.
 
-    Without a profiler this costs nothing, and a function as `name`, which returns it, is not called.
-
-    The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`, `_pre_forward_prefetch`, `_post_forward`,
-    `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`, `_post_backward_hook_reshard_only`,
-    `_post_backward_prefetch`, and `rate_limiter`, in which a reduction waits for the one before it.
+    Without a profiler this costs nothing. The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`,
+    `_pre_forward_prefetch`, `_post_forward`, `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`,
+    `_post_backward_hook_reshard_only`, `_post_backward_prefetch`, and `rate_limiter`, in which a reduction waits for
+    the one before it.
     """
     # An attribute that a profiler sets: to ask autograd for the same takes longer than all the rest here.
     if not getattr(profiler, "_is_profiler_enabled", False):
         return function(*args)
-    said = name if isinstance(name, str) else name()
-    with torch.profiler.record_function(f"FullyShardedDataParallel.{said}"):
+    with torch.profiler.record_function(f"FullyShardedDataParallel.{name}"):
         return function(*args)
 
 
-def profiled(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Call the function in a range; see `in_range`."""
+def profiled(name: str | Callable[..., str]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Call the function in a range; see `in_range`.
+
+    Args:
+        name: the name, or a function that returns it, of the arguments; that is not called without a profiler.
+    """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             if not getattr(profiler, "_is_profiler_enabled", False):
                 return function(*args, **kwargs)
-            return in_range(name, functools.partial(function, **kwargs) if kwargs else function, *args)
+            said = name if isinstance(name, str) else name(*args, **kwargs)
+            return in_range(said, functools.partial(function, **kwargs) if kwargs else function, *args)
 
         return call
 

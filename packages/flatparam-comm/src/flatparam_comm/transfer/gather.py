@@ -11,11 +11,13 @@ import attrs
 from torch import Tensor
 
 from flatparam_comm.collectives import Collectives, Pending
-from flatparam_comm.transfer.streams import Mark, streams_of
+from flatparam_comm.transfer.streams import Copies, Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_uneven
 from flatparam_core import FlatLayout, FlatParamHandle, Residency
 
 _IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
+_AT_ONCE: Final = contextlib.nullcontext(Copies())
+"""The context of copies that are made at once."""
 
 
 class TakesFewerBytes(Protocol):
@@ -77,44 +79,28 @@ class Gather:
             # allocated on the compute stream, and is reused there.
             beside = streams_of(handles[0].forms.device)
             moves = beside.runs_ahead or any(map(_IS_OFFLOADED, handles))
-            if moves and any([handle.reserve(**options) for handle in handles]):
-                with beside.uploading() as copies:
-                    gather._issue(group, label, hook, wire, take_over=take_over, **options)
-                if copies.end is not None:
-                    gather._pending.append(copies.end)
-            else:
-                gather._issue(group, label, hook, wire, take_over=take_over, **options)
+            uploads = moves and any([handle.reserve(**options) for handle in handles])
+            with beside.uploading() if uploads else _AT_ONCE as copies:
+                for handle in handles:
+                    full, shard = handle.begin_unshard(take_over=take_over, **options)
+                    gather.stamp += handle.gathered
+                    layout = handle.forms.layout
+                    pending = None if wire is None else wire.gather(group, layout, full, shard, label, hook)
+                    if pending is not None:
+                        gather._pending.append(pending)
+                    elif hook is not None:
+                        check_even(handle.layout, "the hook in the place of the all-gather")
+                        hook(shard, full)
+                    elif layout.uneven_numels:
+                        gather._pending.append(gather_uneven(group, layout, full, shard, label=label))
+                    else:
+                        gather._pending.append(group.all_gather(full, shard, label=label))
+            if copies.end is not None:
+                gather._pending.append(copies.end)
         except BaseException:
             gather._abandon()
             raise
-        for handle in handles:
-            gather.stamp += handle.stamp()
         return gather
-
-    def _issue(
-        self,
-        group: Collectives,
-        label: str,
-        hook: Callable[[Tensor, Tensor], None] | None,
-        wire: TakesFewerBytes | None,
-        *,
-        take_over: bool,
-        full_precision: bool,
-        copied: bool,
-    ) -> None:
-        for handle in self.handles:
-            full, shard = handle.begin_unshard(full_precision=full_precision, take_over=take_over, copied=copied)
-            layout = handle.forms.layout
-            pending = None if wire is None else wire.gather(group, layout, full, shard, label, hook)
-            if pending is not None:
-                self._pending.append(pending)
-            elif hook is not None:
-                check_even(handle.layout, "the hook in the place of the all-gather")
-                hook(shard, full)
-            elif layout.uneven_numels:
-                self._pending.append(gather_uneven(group, layout, full, shard, label=label))
-            else:
-                self._pending.append(group.all_gather(full, shard, label=label))
 
     def _abandon(self) -> None:
         with contextlib.suppress(RuntimeError):

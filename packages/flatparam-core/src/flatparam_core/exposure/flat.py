@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import attrs
 import torch
@@ -127,6 +127,7 @@ class Followers:
 class FlatExposure:
     """`parameters()` lists the flat parameter; the original names show this rank's parts, 1-D."""
 
+    lists_shard: ClassVar[bool] = True
     flat_param: FlatParameter
     owner: weakref.ReferenceType[nn.Module]
     attribute: str
@@ -136,8 +137,8 @@ class FlatExposure:
     reading: Callable[[int], torch.Tensor | None] | None = None
     _parts: weakref.WeakValueDictionary[int, torch.Tensor] = attrs.field(factory=weakref.WeakValueDictionary)
     """By index, the parts with a gradient that somebody has read and still has."""
-    _is_listed: bool = True
-    """Whether the owner registers the flat parameter now."""
+    hides_shard: bool = False
+    """Whether the owner does not register the flat parameter now."""
     _followers: Followers = attrs.field()
     """The originals that outlived sharding."""
 
@@ -293,29 +294,17 @@ class FlatExposure:
         """Return, by index, the parameters that somebody has registered since `show`, and that fit."""
         return self._sites.replacements()
 
-    @property
-    def lists_shard(self) -> bool:
-        """Say yes: `parameters()` lists the flat parameter."""
-        return True
-
-    @property
-    def hides_shard(self) -> bool:
-        """Return whether the flat parameter is left out now."""
-        return not self._is_listed
-
     def list_flat_parameter(self, listed: bool) -> None:
         """Register the flat parameter in its owner, or take it out."""
-        if listed is self._is_listed:
-            return
         owner = self.owner()
         # What the user has registered there is refused by `take_over`.
         if owner is not None and not self._is_replaced(owner):
             owner._parameters[self.attribute] = self.flat_param if listed else None
-            self._is_listed = listed
+            self.hides_shard = not listed
 
     def _is_replaced(self, owner: nn.Module) -> bool:
         """Whether `owner` registers something other than the flat parameter, or nothing, where it is to be listed."""
-        return owner._parameters.get(self.attribute) is not (self.flat_param if self._is_listed else None)
+        return owner._parameters.get(self.attribute) is not (None if self.hides_shard else self.flat_param)
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add to the flat parameter's `.grad`, and to what the originals that are left see of it."""

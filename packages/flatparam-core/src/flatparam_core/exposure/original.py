@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 import attrs
 import torch
@@ -32,6 +32,8 @@ _NOWHERE: Final = -1
 class OriginalExposure:
     """`parameters()` lists the original parameter objects, each a view of its part of the shard."""
 
+    lists_shard: ClassVar[bool] = False
+    hides_shard: ClassVar[bool] = False
     flat_param: FlatParameter
     _originals: list[nn.Parameter]
     _sites: Sites
@@ -254,16 +256,6 @@ class OriginalExposure:
     def replacements(self) -> Mapping[int, nn.Parameter]:
         """Return, by index, the parameters that somebody has registered since `show`, and that fit."""
         return self._sites.replacements()
-
-    @property
-    def lists_shard(self) -> bool:
-        """Say no: `parameters()` lists what is registered."""
-        return False
-
-    @property
-    def hides_shard(self) -> bool:
-        """Say no: there is no flat parameter to leave out."""
-        return False
 
     def list_flat_parameter(self, listed: bool) -> None:
         """Do nothing: the flat parameter is never listed."""

@@ -62,7 +62,7 @@ class FullForm:
     """The leaves that somebody else has now, though the memory is free."""
     watch: Any = None
     """The notes of a runtime on the leaves, kept for as long as there are these."""
-    _staged: FlatBuffer | None = None
+    staged: FlatBuffer | None = None
     """The shards of all ranks, end to end, until the buffer is filled with them, if each rank has chunks."""
 
     @classmethod
@@ -72,7 +72,7 @@ class FullForm:
         """Return a form without memory and without leaves."""
         form = cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
         if layout.is_chunked:
-            form._staged = FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool)
+            form.staged = FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool)
         return form
 
     @classmethod
@@ -83,8 +83,8 @@ class FullForm:
     def use_pool(self, pool: BufferPool) -> None:
         """From now on, take memory from `pool`, and return it there."""
         self.buffer.pool = pool
-        if self._staged is not None:
-            self._staged.pool = pool
+        if self.staged is not None:
+            self.staged.pool = pool
 
     def follow(self, values: torch.Tensor) -> None:
         """Move to the memory of `values`, if the form is in other memory."""
@@ -126,16 +126,15 @@ class FullForm:
     def allocate(self) -> torch.Tensor:
         """Allocate the memory, and return the tensor that the shards of all ranks are gathered in, end to end."""
         self.buffer.allocate()
-        if self._staged is None:
+        if self.staged is None:
             return self.buffer.tensor
-        self._staged.allocate()
-        return self._staged.tensor
+        self.staged.allocate()
+        return self.staged.tensor
 
-    def fill(self) -> None:
-        """Fill the buffer with what was gathered, if that is not there already."""
-        if self._staged is not None:
-            self.buffer.layout.chunks.spread(self.buffer.tensor, self._staged.tensor)
-            self._staged.free()
+    def spread(self, staged: FlatBuffer) -> None:
+        """Fill the buffer with what was gathered in `staged`, and free that."""
+        self.buffer.layout.chunks.spread(self.buffer.tensor, staged.tensor)
+        staged.free()
 
     def count_holders(self) -> None:
         """Have whoever gets a view of the memory from now on keep it, and its values, when it is freed next."""
@@ -167,8 +166,8 @@ class FullForm:
         What somebody has by its address alone, such as the array of `Tensor.numpy()`, keeps the memory and its values.
         """
         buffer, holders = self.buffer, self._holders
-        if self._staged is not None:
-            self._staged.free()
+        if self.staged is not None:
+            self.staged.free()
         if self.leaves and not buffer.is_borrowed:
             if not buffer.is_resizable or 0 < holders < buffer.holders:
                 buffer.leave()
@@ -254,11 +253,14 @@ class FullForms:
     """The pool that the memory of full parameters comes from, if a runtime sets one."""
     kinds: tuple[type[nn.Parameter], ...] = ()
     """For each parameter, the class of what modules show; if there is none, it is `nn.Parameter` for all."""
-    _has_presenters: bool = attrs.field(init=False)
+    has_presenters: bool = attrs.field(init=False)
+    """Whether modules show a tensor that is made from some full parameter."""
     meshes: Any = attrs.field(init=False)
     """The meshes beside data parallelism that presenters share, if any: `UnitMeshes` of the add-on flatparam-meshes."""
     _computed: torch.dtype = attrs.field(init=False)
     """The dtype of computation, unless somebody asks for full precision."""
+    nbytes: tuple[int, int] = attrs.field(init=False)
+    """The bytes of the full parameters in the dtype of computation, and in their own."""
     current: FullForm = attrs.field()
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
@@ -274,7 +276,11 @@ class FullForms:
     def _as_precision_says(self) -> torch.dtype:
         return self.precision.compute(self.layout.dtype)
 
-    @_has_presenters.default
+    @nbytes.default
+    def _as_dtypes_say(self) -> tuple[int, int]:
+        return self.layout.numel * self._computed.itemsize, self.layout.numel * self.layout.dtype.itemsize
+
+    @has_presenters.default
     def _look_for_presenters(self) -> bool:
         return any(PRESENTER in noted for noted in self.attributes)
 
@@ -335,10 +341,7 @@ class FullForms:
 
     def presented(self) -> Sequence[torch.Tensor]:
         """Return the tensors that modules show now."""
-        leaves = self.current.leaves
-        if not self._has_presenters:
-            return leaves
-        return [self.present(index, leaf) for index, leaf in enumerate(leaves)]
+        return [self.present(index, leaf) for index, leaf in enumerate(self.current.leaves)]
 
     @property
     def known(self) -> Sequence[FullForm]:

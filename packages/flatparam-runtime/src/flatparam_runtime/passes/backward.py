@@ -12,14 +12,13 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import Averaging, BufferPool, FlatParamError, OnDevice, tell_failure
+from flatparam_comm import BufferPool, FlatParamError, OnDevice, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import (
     call_at_end,
     current_run,
     in_backward,
-    in_range,
     latest,
     on_failed_run,
     profiled,
@@ -28,8 +27,14 @@ from flatparam_runtime.autograd import (
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.record import ForwardPass, LeafKey, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
-from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, leaf_watches, note_waiting
+from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, WatchedHandle, leaf_watches, note_waiting
 
+_PREFETCHES: Final = {
+    BackwardOrder.BEFORE_COMPUTE: "_pre_backward_prefetch",
+    BackwardOrder.AFTER_COMPUTE: "_post_backward_prefetch",
+}
+_LEAVES: Final = ("_post_backward_hook_reshard_only", "_post_backward_hook")
+"""The names of a unit's end in a profile: without a parameter that is trained, and with one."""
 MOMENT: Final = 1.0
 """In seconds, the time to wait, at most, for an interrupted pass that seems to be running in another thread."""
 
@@ -133,8 +138,9 @@ class BackwardPass:
         """Return a pass for the autograd run that this thread is in."""
         expected, run = {}, current_run()
         for unit in sorted(units, key=forward.place, reverse=True):
-            leaves = _hooked_leaves_to_come(unit)
-            if leaves or _has_more_to_come(unit):
+            watches = leaf_watches(unit.handles)
+            leaves = _hooked_leaves_to_come(watches)
+            if leaves or any([any(map(watch.will_arrive, watch.unhooked)) for _, _, watch in watches]):
                 expected[unit] = UnitBackward(unit, leaves, run)
         reductions = Reductions(streams.runs_ahead)
         current = cls(units, forward, fingerprint, pool, on_end, reductions, expected)
@@ -271,17 +277,19 @@ class BackwardPass:
 
     def _hook_the_rest(self, record: UnitBackward) -> None:
         """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
-        for number, handle, watch in leaf_watches(record.unit.handles):
-            missing = watch.missing() if handle.exposure.is_trainable else ()
+        record.trained = _trained(record.unit)
+        for number, _, watch in record.trained:
+            missing = watch.missing()
             if missing:
                 watch.hook(missing)
                 record.leaves.update((number, index) for index in missing)
 
-    def _collect(self, unit: Unit, averaging: Averaging) -> None:
+    def _collect(self, record: UnitBackward) -> None:
         """Take the gradients of leaves without a hook, and those that were kept."""
+        unit, averaging = record.unit, record.averaging
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
         syncs = unit.reducer.synchronises
-        trained = [each for each in leaf_watches(unit.handles) if each[1].exposure.is_trainable]
+        trained = _trained(unit) if record.trained is None else record.trained
         if syncs and (trained or unit.reducer.unsynced):
             self.reductions.make_room()
         for _, handle, watch in trained:
@@ -308,13 +316,16 @@ class BackwardPass:
         unit.move(Phase.BACKWARD)
         record = self.records.get(unit)
         if record is None:
-            record = self.records[unit] = UnitBackward(unit, _hooked_leaves_to_come(unit), current_run())
+            record = self.records[unit] = UnitBackward(
+                unit, _hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
+            )
         elif record.stage is not Stage.EXPECTED:
             # A gradient reaches it again: the collected gradients stay.
             if record.stage is Stage.COMPLETE:
                 self.ready.remove(record)
-            record.leaves, record.run = _hooked_leaves_to_come(unit), current_run()
+            record.leaves, record.run = _hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
             record.inputs.clear()
+            record.trained = None
         record.move(Stage.ACTIVE)
         averaging = record.averaging = unit.reducer.averaging(unit.handles)
         keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
@@ -326,14 +337,13 @@ class BackwardPass:
         # What the user has listed is gathered before the unit computes, whatever the plan says.
         if when is not (plan.backward if listed is None else BackwardOrder.BEFORE_COMPUTE):
             return
-        before = when is BackwardOrder.BEFORE_COMPUTE
-        name = "_pre_backward_prefetch" if before else "_post_backward_prefetch"
         if listed is None:
-            in_range(name, self._gather_ahead, self.forward.before(unit), plan.backward_depth)
+            self._gather_ahead(when, self.forward.before(unit), plan.backward_depth)
         else:
-            in_range(name, self._gather_ahead, listed, len(listed))
+            self._gather_ahead(when, listed, len(listed))
 
-    def _gather_ahead(self, units: Iterable[Unit], count: int) -> None:
+    @profiled(lambda self, when, *_: _PREFETCHES[when])
+    def _gather_ahead(self, when: BackwardOrder, units: Iterable[Unit], count: int) -> None:
         # What is gathered now would stay in memory, and go stale, until the next pass.
         if self.has_computed:
             return
@@ -344,15 +354,8 @@ class BackwardPass:
                 unit.begin_unshard(full_precision=unit.computes_in_full_precision)
                 count -= 1
 
+    @profiled(lambda self, record: _LEAVES[record.unit.is_trainable])
     def _complete(self, record: UnitBackward) -> None:
-        unit = record.unit
-        in_range(
-            lambda: "_post_backward_hook" if unit.is_trainable else "_post_backward_hook_reshard_only",
-            self._leave,
-            record,
-        )
-
-    def _leave(self, record: UnitBackward) -> None:
         unit = record.unit
         record.move(Stage.COMPLETE)
         if self.expected.pop(unit, None) is not None and record.call is None:
@@ -365,7 +368,7 @@ class BackwardPass:
         if record.lent:
             self._give_back(record)
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
-        self._collect(unit, record.averaging)
+        self._collect(record)
         unit.move(Phase.IDLE)
         if not unit.reducer.synchronises:
             unit.reducer.unsynced.update(unit.trainable)
@@ -472,17 +475,16 @@ def _last_to_arrive(call: ForwardCall) -> Collection[object]:
     return [token for nodes in by_device.values() for token in latest(nodes)]
 
 
-def _hooked_leaves_to_come(unit: Unit) -> set[LeafKey]:
+def _trained(unit: Unit) -> Sequence[WatchedHandle]:
+    return [each for each in leaf_watches(unit.handles) if each[1].exposure.is_trainable]
+
+
+def _hooked_leaves_to_come(watches: Iterable[WatchedHandle]) -> set[LeafKey]:
     found: set[LeafKey] = set()
-    for number, _, watch in leaf_watches(unit.handles):
+    for number, _, watch in watches:
         if watch.hooked:
             found.update((number, index) for index in watch.hooked if watch.will_arrive(index))
     return found
-
-
-def _has_more_to_come(unit: Unit) -> bool:
-    watches = [watch for _, _, watch in leaf_watches(unit.handles)]
-    return any([any(map(watch.will_arrive, watch.unhooked)) for watch in watches])
 
 
 def _has_gradients_left(unit: Unit) -> bool:

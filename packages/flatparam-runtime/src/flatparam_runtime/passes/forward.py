@@ -108,7 +108,7 @@ def _enter(unit: Unit, module: nn.Module) -> ForwardCall:
 
 
 def _watch_unit(tree: UnitTree, unit: Unit) -> None:
-    stream = tree.latest_forward.stream
+    stream = (tree.forward or tree.latest_forward).stream
     for number, handle in enumerate(unit.handles):
         watch: LeafWatch | None = handle.forms.current.watch
         if watch is None:
@@ -119,8 +119,7 @@ def _watch_unit(tree: UnitTree, unit: Unit) -> None:
 
 def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
     tree, backward = tree_and_backward(unit)
-    inside_backward = in_backward()
-    call = ForwardCall(sys.exc_info()[1], module)
+    call = ForwardCall(sys.exc_info()[1], module, in_backward())
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
         _begin(unit, call)
@@ -129,7 +128,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
         _refuse_another_thread(tree)
         # No hook was called when the pass was interrupted.
         tree.recover()
-    if tree.forward is None and not inside_backward:
+    if tree.forward is None and not call.in_backward:
         tree.begin_forward()
         call.is_top = True
         if not tree.lends:
@@ -146,7 +145,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
             if unit in theirs.lent:
                 take_back_unused(reader, theirs, unit)
     unit.begin_unshard(full_precision=call.full_precision)
-    if tree.forward is not None and not inside_backward:
+    if tree.forward is not None and not call.in_backward:
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
     call.stamp = unit.gathered
@@ -243,7 +242,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         torch.clear_autocast_cache()
     failed = _is_of_exception(call, output)
     # A recomputation stops early with an exception of torch's own.
-    if failed and not call.is_recomputation and not in_backward():
+    if failed and not call.is_recomputation and not call.in_backward:
         tell_failure(sys.exc_info()[1], f"forward pass of unit {unit.name!r}")
     call.failed, call.recorded = failed, torch.is_grad_enabled() and not call.is_recomputation and not failed
     if call.restored is not None and not failed:
@@ -295,8 +294,7 @@ def _edited(unit: Unit) -> FlatParamError | None:
 def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
     """Free the unit's full parameters if its plan says so; `call` is over."""
     # Between calls a module's own `zero_grad()` has to find the flat parameters.
-    inside_backward = in_backward()
-    if call.is_top or inside_backward:
+    if call.is_top or call.in_backward:
         for each in tree.units if call.is_top else (unit, *unit.links.lenders):
             each.list_flat_parameters(not each.calls)
     if call.is_recomputation:
@@ -311,10 +309,10 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
         for lender in unit.links.lenders:
             free(lender, Juncture.READER_ENDED, call, around, is_computed=is_computed)
         is_next = _is_first_of_backward(tree, unit)
-        free(unit, Juncture.CALL_ENDED, call, around, inside_backward, is_next, is_computed=is_computed)
+        free(unit, Juncture.CALL_ENDED, call, around, is_next, is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)
-    if tree.forward is not None and not inside_backward:
+    if tree.forward is not None and not call.in_backward:
         tree.forward.ended.append(unit)
     if call.is_top:
         for each in tree.units:

@@ -25,7 +25,6 @@ def may_free(
     moment: Juncture,
     call: ForwardCall | None = None,
     around: ForwardPass | None = None,
-    in_backward: bool = False,
     is_next: bool = False,
     is_kept: bool = False,
 ) -> bool:
@@ -34,7 +33,7 @@ def may_free(
     | moment | they stay if |
     | --- | --- |
     | PASS_BEGINS | nobody has changed the shards, and a caller holds them, or gradients were or are not synchronised |
-    | CALL_ENDED | a backward pass is under way (`in_backward`): the gradients of a recomputation come at once |
+    | CALL_ENDED | a backward pass is under way: the gradients of a recomputation come at once |
     | | the call was recorded, and its unit is expected to be first in backward (`is_next`) |
     | | another call or a context uses them, or the call has returned one of them, and has not failed |
     | | the call was recorded, and its outputs hide their tensors: no hook would gather them again |
@@ -67,7 +66,7 @@ def may_free(
             return False
         is_inference = around is not None and not around.recorded
         return is_inference or (plan.free_after_forward and (call.watched or not call.recorded))
-    if in_backward or (call.recorded and is_next):
+    if call.in_backward or (call.recorded and is_next):
         return False
     if call.failed:
         return True
@@ -86,7 +85,6 @@ def free(
     moment: Juncture,
     call: ForwardCall | None = None,
     around: ForwardPass | None = None,
-    in_backward: bool = False,
     is_next: bool = False,
     is_kept: bool = False,
     is_computed: bool = False,
@@ -98,7 +96,7 @@ def free(
     """
     if unit.gather is None:
         return True
-    may = may_free(unit, moment, call, around, in_backward, is_next, is_kept)
+    may = may_free(unit, moment, call, around, is_next, is_kept)
     if may:
         unit.reshard(is_computed=is_computed)
     return may

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias, final
 import attrs
 
 from flatparam_comm import Averaging, Transitions
-from flatparam_runtime.unit import ForwardCall, Unit
+from flatparam_runtime.unit import ForwardCall, Unit, WatchedHandle
 
 
 @final
@@ -113,6 +113,8 @@ class UnitBackward:
     """The inputs of the unit's calls whose gradients it waits for."""
     averaging: Averaging = attrs.field(init=False)
     """The factors that make the mean of these gradients over ranks; there from ACTIVE on."""
+    trained: Sequence[WatchedHandle] | None = None
+    """The flat parameters that are trained, with their watches, once that was looked up."""
     keeps: bool = False
     """Whether gradients stay where autograd leaves them until the unit is complete."""
     keeps_parameters: bool = False

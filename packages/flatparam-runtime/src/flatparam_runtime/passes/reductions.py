@@ -12,7 +12,7 @@ import torch
 from flatparam_comm import Averaging, FlatParamError, FlatParamHandle, Reduced, Reduction, Threshold, streams_of
 from flatparam_runtime.agreement.comparison import Comparison, compare_gradients
 from flatparam_runtime.agreement.fingerprint import Fingerprint
-from flatparam_runtime.autograd import in_range
+from flatparam_runtime.autograd import profiled
 from flatparam_runtime.optimizers import acts_in_backward, step_in_backward
 from flatparam_runtime.unit import Phase, Unit, device_of
 
@@ -77,7 +77,11 @@ class Reductions:
     def make_room(self) -> None:
         """Wait for the oldest reductions until one more may be in flight."""
         while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
-            in_range("rate_limiter", self._advance)
+            self._wait_for_oldest()
+
+    @profiled("rate_limiter")
+    def _wait_for_oldest(self) -> None:
+        self._advance()
 
     def settle_until(self, unit: Unit) -> None:
         """Finish the reductions in flight up to that of `unit`, if `unit` has one."""

@@ -3,7 +3,7 @@
 from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
 from flatparam_runtime.unit.calls import ForwardCall, InnerCall, calls_module, running_calls
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, leaf_watches, next_number
+from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, WatchedHandle, leaf_watches, next_number
 from flatparam_runtime.unit.observers import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
@@ -38,6 +38,7 @@ __all__ = [
     "Unit",
     "UnitBuffers",
     "UnitModule",
+    "WatchedHandle",
     "leaf_watches",
     "next_number",
     "UnitPlan",

@@ -26,6 +26,7 @@ class ForwardCall:
 
     Attributes:
         outer_error: the exception that was being handled when the call began; a different one at its end is the call's.
+        in_backward: the call is inside of a backward pass.
         is_recomputation: activation checkpointing runs the forward again inside the unit's own backward.
         is_top: the call is the outermost of its pass.
         module: the unit's module, or a module inside it that was called by itself.
@@ -45,6 +46,7 @@ class ForwardCall:
 
     outer_error: BaseException | None
     module: nn.Module
+    in_backward: bool = False
     is_recomputation: bool = False
     is_top: bool = False
     inputs: dict[object, tuple[Node, torch.device]] = attrs.field(factory=dict)

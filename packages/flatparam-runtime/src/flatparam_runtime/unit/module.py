@@ -7,7 +7,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 from torch import Tensor, nn
@@ -83,8 +83,12 @@ class LeafWatch:
         return node is not None and self.leaves[index].requires_grad and will_run(node)
 
 
-def leaf_watches(handles: Sequence[FlatParamHandle]) -> Sequence[tuple[int, FlatParamHandle, LeafWatch]]:
-    """Return those of `handles` whose present leaves are watched: the number, the handle, and the watch."""
+WatchedHandle: TypeAlias = tuple[int, FlatParamHandle, LeafWatch]
+"""A flat parameter whose present leaves are watched: its number in the unit, its handle, and the watch."""
+
+
+def leaf_watches(handles: Sequence[FlatParamHandle]) -> Sequence[WatchedHandle]:
+    """Return those of `handles` whose present leaves are watched."""
     found = []
     for number, handle in enumerate(handles):
         watch: LeafWatch | None = handle.forms.current.watch

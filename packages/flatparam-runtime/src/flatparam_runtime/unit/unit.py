@@ -180,7 +180,7 @@ class Unit:
             return
         if self.showing.away:
             self.showing.check_here(self.name, self.topology.rank)
-        nbytes = sum([handle.full_nbytes(full_precision=full_precision) for handle in self.handles])
+        nbytes = sum([handle.forms.nbytes[full_precision] for handle in self.handles])
         self.observers.tell(self, "unshard", nbytes)
         self.gather = Gather.issue(
             self.handles,
@@ -309,7 +309,8 @@ class Unit:
         if self.plan.use_orig_params or self.held.by_hooks or self.showing.pins:
             return
         for handle in self.handles:
-            handle.exposure.list_flat_parameter(listed)
+            if handle.exposure.hides_shard is listed:
+                handle.exposure.list_flat_parameter(listed)
 
     def borrow(self, lender: Unit, fqn: str) -> None:
         """Have `lender` be gathered and used together with this unit, until `give_back`.
