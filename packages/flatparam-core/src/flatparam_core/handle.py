@@ -346,7 +346,7 @@ class FlatParamHandle:
         self.exposure.show(presented)
         if is_new:
             self._count_references(form, presented)
-        form.note_filled()
+        form.filled_at = form.leaves[0]._version
         # Last: if showing is refused, the buffer can still be given back.
         self.residency = Residency.UNSHARDED
 

@@ -118,7 +118,7 @@ class ProcessGroupCollectives:
             is_in_place = halves[site.rank].data_ptr() == given.data_ptr()
             work = self._swap(site, calls, halves[1 - site.rank], given)
             if not is_in_place:
-                _issued(site, calls, halves[site.rank].copy_, given)
+                halves[site.rank].copy_(given)
         else:
             work = _issued(site, calls, c10d.all_gather, carried, carried_shard, self._reference())
         return _WorkPending(site, work, (output, shard), calls, calls.issued)

@@ -49,7 +49,7 @@ class FullForm:
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
     """The offset of each of these leaves in the buffer, in bytes."""
-    _version: int = 0
+    filled_at: int = 0
     """The version of the leaves, which they share, when the buffer was last filled."""
     _holders: int = 0
     """The references to the memory when they were counted; 0 if they were not."""
@@ -181,14 +181,10 @@ class FullForm:
                 self.kept = [index for index, (now, own) in enumerate(pairs) if now > own]
         buffer.free()
 
-    def note_filled(self) -> None:
-        """Note that the leaves have the values of the shards."""
-        self._version = self.leaves[0]._version
-
     @property
     def is_edited(self) -> bool:
         """Whether somebody has changed a leaf in place since, and the shards do not see it."""
-        return not self.buffer.is_borrowed and self.leaves[0]._version != self._version
+        return not self.buffer.is_borrowed and self.leaves[0]._version != self.filled_at
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
         """Turn the leaves that somebody gave other memory (`.data =`) into views of the allocated buffer again.

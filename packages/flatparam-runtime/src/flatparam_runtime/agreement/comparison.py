@@ -161,7 +161,8 @@ def compare_gradients(
     Args:
         nonfinite: see `Comparison.begin`.
     """
-    taking_part = {handle for unit in units for handle in unit.trainable} | given.keys()
+    handles = (handle for unit in units for handle in unit.handles)
+    taking_part = {*given, *(each for each in handles if each not in given and each.exposure.is_trainable)}
     known = {handle: given.get(handle, bytes(len(handle.layout.slots))) for handle in taking_part}
     return Comparison.begin(units, known, fingerprint, nonfinite)
 

@@ -22,11 +22,16 @@ class DivergenceError(FlatParamError):
 def groups_of(units: Iterable[Unit], *, only_meshes: bool = False) -> dict[Collectives, list[Unit]]:
     """Return every group that `units` shard, replicate or are cut over, with the units that use it."""
     by_group: dict[Collectives, list[Unit]] = {}
+    topology, found = None, []
     for unit in units:
         meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
-        others = () if meshes is None else meshes.ordered(unit.handles)
-        for group in others if only_meshes else (*unit.topology.groups, *others):
-            by_group.setdefault(group, []).append(unit)
+        if meshes is not None or unit.plan.topology is not topology:
+            topology = unit.plan.topology if meshes is None else None
+            others = () if meshes is None else meshes.ordered(unit.handles)
+            groups = others if only_meshes else (*unit.plan.topology.groups, *others)
+            found = [by_group.setdefault(group, []) for group in groups]
+        for members in found:
+            members.append(unit)
     return by_group
 
 

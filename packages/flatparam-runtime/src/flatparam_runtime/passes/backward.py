@@ -25,9 +25,18 @@ from flatparam_runtime.autograd import (
     will_run,
 )
 from flatparam_runtime.passes.freeing import Juncture, free
-from flatparam_runtime.passes.record import ForwardPass, LeafKey, Stage, UnitBackward
+from flatparam_runtime.passes.record import ForwardPass, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
-from flatparam_runtime.unit import BackwardOrder, ForwardCall, Phase, Unit, WatchedHandle, leaf_watches, note_waiting
+from flatparam_runtime.unit import (
+    BackwardOrder,
+    ForwardCall,
+    Phase,
+    Unit,
+    WatchedHandle,
+    hooked_leaves_to_come,
+    leaf_watches,
+    note_waiting,
+)
 
 _PREFETCHES: Final = {
     BackwardOrder.BEFORE_COMPUTE: "_pre_backward_prefetch",
@@ -139,7 +148,7 @@ class BackwardPass:
         expected, run = {}, current_run()
         for unit in sorted(units, key=forward.place, reverse=True):
             watches = leaf_watches(unit.handles)
-            leaves = _hooked_leaves_to_come(watches)
+            leaves = hooked_leaves_to_come(watches)
             if leaves or any([any(map(watch.will_arrive, watch.unhooked)) for _, _, watch in watches]):
                 expected[unit] = UnitBackward(unit, leaves, run)
         reductions = Reductions(streams.runs_ahead)
@@ -277,7 +286,8 @@ class BackwardPass:
 
     def _hook_the_rest(self, record: UnitBackward) -> None:
         """Hook the leaves whose gradients are still to come: this pass and every later one waits for them."""
-        record.trained = _trained(record.unit)
+        if record.trained is None:
+            record.trained = _trained(record.unit)
         for number, _, watch in record.trained:
             missing = watch.missing()
             if missing:
@@ -317,13 +327,13 @@ class BackwardPass:
         record = self.records.get(unit)
         if record is None:
             record = self.records[unit] = UnitBackward(
-                unit, _hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
+                unit, hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
             )
         elif record.stage is not Stage.EXPECTED:
             # A gradient reaches it again: the collected gradients stay.
             if record.stage is Stage.COMPLETE:
                 self.ready.remove(record)
-            record.leaves, record.run = _hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
+            record.leaves, record.run = hooked_leaves_to_come(leaf_watches(unit.handles)), current_run()
             record.inputs.clear()
             record.trained = None
         record.move(Stage.ACTIVE)
@@ -477,14 +487,6 @@ def _last_to_arrive(call: ForwardCall) -> Collection[object]:
 
 def _trained(unit: Unit) -> Sequence[WatchedHandle]:
     return [each for each in leaf_watches(unit.handles) if each[1].exposure.is_trainable]
-
-
-def _hooked_leaves_to_come(watches: Iterable[WatchedHandle]) -> set[LeafKey]:
-    found: set[LeafKey] = set()
-    for number, _, watch in watches:
-        if watch.hooked:
-            found.update((number, index) for index in watch.hooked if watch.will_arrive(index))
-    return found
 
 
 def _has_gradients_left(unit: Unit) -> bool:

@@ -148,7 +148,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
     if tree.forward is not None and not call.in_backward:
         _prefetch(tree, tree.forward, unit)
     unit.finish_unshard()
-    call.stamp = unit.gathered
+    call.stamp = 0 if unit.gather is None else unit.gather.stamp
     return tree, call
 
 
@@ -303,12 +303,12 @@ def _leave(tree: UnitTree, unit: Unit, call: ForwardCall) -> None:
         tree.recover()
         return
     if not unit.held.calls:
+        is_next = _is_first_of_backward(tree, unit)
         unit.move(Phase.IDLE)
         around = tree.forward
         is_computed = around is not None and not around.recorded and not tree.graphs
         for lender in unit.links.lenders:
             free(lender, Juncture.READER_ENDED, call, around, is_computed=is_computed)
-        is_next = _is_first_of_backward(tree, unit)
         free(unit, Juncture.CALL_ENDED, call, around, is_next, is_computed=is_computed)
     for lender in call.lent:
         unit.give_back(lender)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 import attrs
 
 from flatparam_comm import Averaging, Transitions
-from flatparam_runtime.unit import ForwardCall, Unit, WatchedHandle
+from flatparam_runtime.unit import ForwardCall, LeafKey, Unit, WatchedHandle
 
 
 @final
@@ -65,10 +65,6 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
     if 0 <= place < len(before) and before[place] is now[place]:
         return before[place + 1 : place + 1 + depth]
     return ()
-
-
-LeafKey: TypeAlias = tuple[int, int]
-"""A leaf of a unit: the number of its handle, and its index there."""
 
 
 class Stage(enum.Enum):

@@ -3,7 +3,16 @@
 from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
 from flatparam_runtime.unit.calls import ForwardCall, InnerCall, calls_module, running_calls
 from flatparam_runtime.unit.initial_weights import InitialWeights
-from flatparam_runtime.unit.module import InnerCalls, LeafWatch, UnitModule, WatchedHandle, leaf_watches, next_number
+from flatparam_runtime.unit.module import (
+    InnerCalls,
+    LeafKey,
+    LeafWatch,
+    UnitModule,
+    WatchedHandle,
+    hooked_leaves_to_come,
+    leaf_watches,
+    next_number,
+)
 from flatparam_runtime.unit.observers import Event, EventKind, EventLog, Instrument
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
@@ -32,6 +41,7 @@ __all__ = [
     "InnerCall",
     "InnerCalls",
     "Instrument",
+    "LeafKey",
     "LeafWatch",
     "Phase",
     "PrefetchPlan",
@@ -47,6 +57,7 @@ __all__ = [
     "device_of",
     "drop_waiting",
     "drop_waiting_of",
+    "hooked_leaves_to_come",
     "holder_of",
     "holder_of_parameter",
     "inside",

@@ -97,6 +97,19 @@ def leaf_watches(handles: Sequence[FlatParamHandle]) -> Sequence[WatchedHandle]:
     return found
 
 
+LeafKey: TypeAlias = tuple[int, int]
+"""A leaf of a unit: the number of its handle, and its index there."""
+
+
+def hooked_leaves_to_come(watches: Sequence[WatchedHandle]) -> set[LeafKey]:
+    """Return the leaves with a hook whose gradient the running backward pass computes, or has computed."""
+    found: set[LeafKey] = set()
+    for number, _, watch in watches:
+        if watch.hooked:
+            found.update((number, index) for index in watch.hooked if watch.will_arrive(index))
+    return found
+
+
 @final
 @attrs.define(eq=False)
 class InnerCalls:

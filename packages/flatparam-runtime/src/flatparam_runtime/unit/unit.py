@@ -115,14 +115,9 @@ class Unit:
         return stamp
 
     @property
-    def gathered(self) -> int:
-        """The stamp of the shards that the full parameters were gathered from."""
-        return 0 if self.gather is None else self.gather.stamp
-
-    @property
     def is_stale(self) -> bool:
         """Whether the shards have changed in place since they were gathered."""
-        return self.gathered != self.stamp()
+        return self.stamp() != (0 if self.gather is None else self.gather.stamp)
 
     @property
     def trainable(self) -> tuple[FlatParamHandle, ...]:
@@ -292,7 +287,7 @@ class Unit:
             return
         if is_computed:
             for handle in self.handles:
-                handle.form.leave_to_holders()
+                handle.forms.current.leave_to_holders()
         self.gather.drop()
         self.gather = None
         self.list_flat_parameters(True)
