@@ -15,7 +15,7 @@ from flatparam_comm.testing import PATIENCE
 FROZEN = Path(__file__).parents[2] / "flatparam" / "tests" / "frozen_api.json"
 
 
-@pytest.mark.parametrize("name", flatparam_runtime._MOVED["flatparam_optim"])
+@pytest.mark.parametrize("name", flatparam_runtime._MOVED["flatparam_optim"].split())
 def test_promised_names_are_this_packages(name: str) -> None:
     """Each is listed where it is promised, is the same object as here, and comes without a warning."""
     with warnings.catch_warnings():

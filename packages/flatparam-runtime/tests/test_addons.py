@@ -7,7 +7,7 @@ import pytest
 import flatparam_runtime
 
 
-@pytest.mark.parametrize("name", flatparam_runtime._MOVED["flatparam_optim"])
+@pytest.mark.parametrize("name", flatparam_runtime._MOVED["flatparam_optim"].split())
 def test_a_name_of_an_add_on_that_is_lacking(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is promised all the same, and the error says which name is lacking and what to install."""
     monkeypatch.setitem(sys.modules, "flatparam_optim", None)

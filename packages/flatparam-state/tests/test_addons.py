@@ -8,7 +8,7 @@ import flatparam_state
 
 
 @pytest.mark.parametrize(
-    ("addon", "name"), [(addon, name) for addon, names in flatparam_state._MOVED.items() for name in names]
+    ("addon", "name"), [(addon, name) for addon, names in flatparam_state._MOVED.items() for name in names.split()]
 )
 def test_a_name_of_an_add_on_that_is_lacking(addon: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is promised all the same, and the error says which name is lacking and what to install."""

@@ -117,14 +117,14 @@ def test_containers_without_a_forward_are_warned_of(make: Any) -> None:
     [
         (
             lambda: nn.ParameterList([torch.ones(2)]),
-            "a ParameterList has no forward pass, so nothing gathers",
+            "a ParameterList has no forward pass, so its parameters are gathered when a forward pass reads",
         ),
         (lambda: nn.ParameterDict({"a": torch.ones(2)}), "a ParameterDict has no forward pass"),
         (lambda: nn.MultiheadAttention(4, 2).out_proj, "does not call it.*wrap the nn.MultiheadAttention"),
     ],
 )
 def test_parameters_that_other_modules_read_are_warned_of(make: Any, told: str) -> None:
-    """The parameters of what is never called would be shards where they are read; FSDP1 says nothing."""
+    """The parameters of what is never called are gathered where they are read, not ahead; FSDP1 says nothing."""
     module = nn.ModuleDict({"inner": make()})
     policy = CustomPolicy(lambda each: each is module["inner"])
     with pytest.warns(UserWarning, match=told):

@@ -199,6 +199,6 @@ __all__ = [
 ]
 
 __getattr__ = names_of(
-    {"flatparam_guard": ("Survivors", "set_relay"), "flatparam_onehost": ("SharedMemoryCollectives", "shared_memory")},
+    {"flatparam_guard": "Survivors set_relay", "flatparam_onehost": "SharedMemoryCollectives shared_memory"},
     __name__,
 )

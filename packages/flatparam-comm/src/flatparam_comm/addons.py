@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
 
-def names_of(homes: Mapping[str, Collection[str]], package: str) -> Callable[[str], Any]:
+def names_of(homes: Mapping[str, str], package: str) -> Callable[[str], Any]:
     """Return the function `__getattr__` of `package`, which takes names from add-ons.
 
     It raises ModuleNotFoundError for a name whose add-on is not installed; the message says how to install it.
 
     Args:
-        homes: the names that the package promises, by the modules of add-ons that have them.
+        homes: the names that the package promises, with spaces between, by the modules of add-ons that have them.
         package: the package's `__name__`.
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
+    home_of = {name: module for module, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in home_of:

@@ -39,7 +39,7 @@ __all__ = [
     "run_threads",
 ]
 
-__getattr__ = names_of({"flatparam_simdev.worlds": ("run_processes",)}, __name__)
+__getattr__ = names_of({"flatparam_simdev.worlds": "run_processes"}, __name__)
 
 _SCALE: Final = float(os.environ.get("FLATPARAM_TEST_PATIENCE", "1"))
 

@@ -339,14 +339,14 @@ class FlatParamHandle:
             RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         form = self.forms.current
         is_new = not form.leaves
-        if form.staged is not None:
-            form.spread(form.staged)
+        if self.layout.is_chunked:
+            form.fill()
         self.follow_training()
         presented = self.forms.presented() if self.forms.has_presenters else form.leaves
         self.exposure.show(presented)
         if is_new:
             self._count_references(form, presented)
-        form.filled_at = form.leaves[0]._version
+        form.note_filled()
         # Last: if showing is refused, the buffer can still be given back.
         self.residency = Residency.UNSHARDED
 

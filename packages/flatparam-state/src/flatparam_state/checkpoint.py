@@ -7,33 +7,15 @@ from typing import TYPE_CHECKING
 from flatparam_runtime import names_of
 
 if TYPE_CHECKING:
-    from flatparam_checkpoint import Checkpointer, Loaded, Optimizers
-    from flatparam_files import (
-        CheckpointError,
-        CheckpointReader,
-        CheckpointWriter,
-        Moment,
-        OnMoment,
-        Verification,
-        open_checkpoint,
-        verify_checkpoint,
-    )
+    from flatparam_checkpoint import *  # noqa: F403
+    from flatparam_files import *  # noqa: F403
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "Checkpointer",
-    "Loaded",
-    "Moment",
-    "OnMoment",
-    "Optimizers",
-    "Verification",
-    "open_checkpoint",
-    "verify_checkpoint",
-]
-
-_ON_RANKS = ("Checkpointer", "Loaded", "Optimizers")
-__getattr__ = names_of(
-    {"flatparam_checkpoint": _ON_RANKS, "flatparam_files": set(__all__).difference(_ON_RANKS)}, __name__
-)
+_MOVED = {
+    "flatparam_checkpoint": "Checkpointer Loaded Optimizers",
+    "flatparam_files": """
+        CheckpointError CheckpointReader CheckpointWriter Moment OnMoment Verification open_checkpoint verify_checkpoint
+    """,
+}
+__all__: list[str] = []
+__all__ += " ".join(_MOVED.values()).split()
+__getattr__ = names_of(_MOVED, __name__)

@@ -49,7 +49,7 @@ class FullForm:
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
     """The offset of each of these leaves in the buffer, in bytes."""
-    filled_at: int = 0
+    _version: int = 0
     """The version of the leaves, which they share, when the buffer was last filled."""
     _holders: int = 0
     """The references to the memory when they were counted; 0 if they were not."""
@@ -62,7 +62,7 @@ class FullForm:
     """The leaves that somebody else has now, though the memory is free."""
     watch: Any = None
     """The notes of a runtime on the leaves, kept for as long as there are these."""
-    staged: FlatBuffer | None = None
+    _staged: FlatBuffer | None = None
     """The shards of all ranks, end to end, until the buffer is filled with them, if each rank has chunks."""
 
     @classmethod
@@ -72,7 +72,7 @@ class FullForm:
         """Return a form without memory and without leaves."""
         form = cls(FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool))
         if layout.is_chunked:
-            form.staged = FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool)
+            form._staged = FlatBuffer.create(layout, dtype=dtype, device=device, pool=pool)
         return form
 
     @classmethod
@@ -83,8 +83,8 @@ class FullForm:
     def use_pool(self, pool: BufferPool) -> None:
         """From now on, take memory from `pool`, and return it there."""
         self.buffer.pool = pool
-        if self.staged is not None:
-            self.staged.pool = pool
+        if self._staged is not None:
+            self._staged.pool = pool
 
     def follow(self, values: torch.Tensor) -> None:
         """Move to the memory of `values`, if the form is in other memory."""
@@ -126,15 +126,16 @@ class FullForm:
     def allocate(self) -> torch.Tensor:
         """Allocate the memory, and return the tensor that the shards of all ranks are gathered in, end to end."""
         self.buffer.allocate()
-        if self.staged is None:
+        if self._staged is None:
             return self.buffer.tensor
-        self.staged.allocate()
-        return self.staged.tensor
+        self._staged.allocate()
+        return self._staged.tensor
 
-    def spread(self, staged: FlatBuffer) -> None:
-        """Fill the buffer with what was gathered in `staged`, and free that."""
-        self.buffer.layout.chunks.spread(self.buffer.tensor, staged.tensor)
-        staged.free()
+    def fill(self) -> None:
+        """Fill the buffer with what was gathered, if that is not there already."""
+        if self._staged is not None:
+            self.buffer.layout.chunks.spread(self.buffer.tensor, self._staged.tensor)
+            self._staged.free()
 
     def count_holders(self) -> None:
         """Have whoever gets a view of the memory from now on keep it, and its values, when it is freed next."""
@@ -166,8 +167,8 @@ class FullForm:
         What somebody has by its address alone, such as the array of `Tensor.numpy()`, keeps the memory and its values.
         """
         buffer, holders = self.buffer, self._holders
-        if self.staged is not None:
-            self.staged.free()
+        if self._staged is not None:
+            self._staged.free()
         if self.leaves and not buffer.is_borrowed:
             if not buffer.is_resizable or 0 < holders < buffer.holders:
                 buffer.leave()
@@ -181,10 +182,14 @@ class FullForm:
                 self.kept = [index for index, (now, own) in enumerate(pairs) if now > own]
         buffer.free()
 
+    def note_filled(self) -> None:
+        """Note that the leaves have the values of the shards."""
+        self._version = self.leaves[0]._version
+
     @property
     def is_edited(self) -> bool:
         """Whether somebody has changed a leaf in place since, and the shards do not see it."""
-        return not self.buffer.is_borrowed and self.leaves[0]._version != self.filled_at
+        return not self.buffer.is_borrowed and self.leaves[0]._version != self._version
 
     def reclaim(self, *, keep: bool = False) -> list[int]:
         """Turn the leaves that somebody gave other memory (`.data =`) into views of the allocated buffer again.

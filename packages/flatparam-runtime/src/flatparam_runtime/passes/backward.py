@@ -111,11 +111,11 @@ class BackwardPass:
     reductions: Reductions
     expected: dict[Unit, UnitBackward]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
-    records: dict[Unit, UnitBackward] = attrs.field(init=False)
+    records: dict[Unit, UnitBackward] = attrs.Factory(lambda self: {**self.expected}, takes_self=True)
     """The record of each unit that the pass is to reach, or has reached."""
     ready: list[UnitBackward] = attrs.field(factory=list)
     """The complete units, which wait for their turn to be reduced."""
-    to_enter: int = attrs.field(init=False)
+    to_enter: int = attrs.Factory(lambda self: len(self.expected), takes_self=True)
     """How many expected units no gradient has reached yet: their full parameters may still have to be gathered."""
     has_computed: bool = False
     """Whether autograd has computed every gradient, so that nothing needs full parameters any more."""
@@ -125,14 +125,6 @@ class BackwardPass:
     """Whether, as far as is known, nobody has another graph for a backward pass to come."""
     callback: Callable[[], _EndOfBackward | None] = _no_callback
     """The callback, if the autograd run that this pass began in is still running: autograd alone holds it."""
-
-    @records.default
-    def _everything_expected(self) -> dict[Unit, UnitBackward]:
-        return {**self.expected}
-
-    @to_enter.default
-    def _as_many_as_expected(self) -> int:
-        return len(self.expected)
 
     @classmethod
     def begin(
@@ -375,8 +367,7 @@ class BackwardPass:
         for lender in unit.links.lenders:
             if not self._is_active(lender):
                 self._free(lender)
-        if record.lent:
-            self._give_back(record)
+        record.give_back()
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
         self._collect(record)
         unit.move(Phase.IDLE)
@@ -388,11 +379,6 @@ class BackwardPass:
             note_waiting(unit)
         self.ready.append(record)
         self._reduce_ready()
-
-    def _give_back(self, record: UnitBackward) -> None:
-        for lender in record.lent:
-            record.unit.give_back(lender)
-        record.lent.clear()
 
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
@@ -450,7 +436,7 @@ class BackwardPass:
         """Drop everything after an exception; wait for the reductions in flight, since they own memory."""
         self.reductions.drop()
         for record in self.records.values():
-            self._give_back(record)
+            record.give_back()
         self.records.clear()
         self.ready.clear()
 

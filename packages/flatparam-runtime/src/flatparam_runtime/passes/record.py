@@ -125,3 +125,9 @@ class UnitBackward:
         """Take a step of the stage table."""
         # The shortcut for every legal step.
         self.stage = stage if stage in STAGES.steps[self.stage] else STAGES.move(self.stage, stage, who=self)
+
+    def give_back(self) -> None:
+        """Give back what other units lend to the unit."""
+        for lender in self.lent:
+            self.unit.give_back(lender)
+        self.lent.clear()

@@ -17,16 +17,19 @@ from flatparam_runtime.unit.observers import Event, EventKind, EventLog, Instrum
 from flatparam_runtime.unit.phases import Phase
 from flatparam_runtime.unit.plan import BackwardOrder, BufferDtype, Casting, PrefetchPlan, UnitPlan
 from flatparam_runtime.unit.registry import (
+    WAITING,
+    drop_waiting,
+    drop_waiting_of,
     holder_of,
     holder_of_parameter,
     inside,
+    note_waiting,
     register_unit,
     revive_units,
     unit_of,
     units_in,
 )
 from flatparam_runtime.unit.unit import Unit, device_of
-from flatparam_runtime.unit.waiting import WAITING, drop_waiting, drop_waiting_of, note_waiting
 
 __all__ = [
     "WAITING",

@@ -177,9 +177,7 @@ def fully_shard(
             "shard_placement_fn: flatparam cuts the flat parameter of a unit, which has one dimension; leave it out"
         )
     if dp_mesh_dims is not None:
-        raise ValueError(
-            "dp_mesh_dims: pass the dimensions as the mesh: mesh=mesh['shard'], or mesh=mesh['replicate', 'shard']"
-        )
+        raise ValueError("dp_mesh_dims: pass them as the mesh: mesh=mesh['shard'], or mesh=mesh['replicate', 'shard']")
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         _check_module(each)

@@ -96,7 +96,7 @@ class Resolved:
 
 
 def _warn_of_calls(module: nn.Module) -> None:
-    """Warn of a module that is not called when its parameters are used, since calls gather them."""
+    """Warn of a module that is not called when its parameters are used, since its calls would gather them ahead."""
     name = type(module).__name__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         text = (
@@ -105,13 +105,13 @@ def _warn_of_calls(module: nn.Module) -> None:
         )
     elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         text = (
-            f"a {name} has no forward pass, so nothing gathers its parameters for the code that reads them; wrap the "
-            "module around it instead"
+            f"a {name} has no forward pass, so its parameters are gathered when a forward pass reads one, and never "
+            "ahead; wrap the module around it instead"
         )
     elif isinstance(module, NonDynamicallyQuantizableLinear):
         text = (
-            f"nn.MultiheadAttention reads the parameters of its {name} and does not call it, so nothing gathers them; "
-            "wrap the nn.MultiheadAttention instead"
+            f"nn.MultiheadAttention reads the parameters of its {name} and does not call it, so they are gathered at "
+            "the read, and never ahead; wrap the nn.MultiheadAttention instead"
         )
     else:
         return
