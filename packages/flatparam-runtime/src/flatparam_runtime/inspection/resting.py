@@ -51,8 +51,7 @@ def inspecting(unit: Unit) -> Iterator[None]:
     unit.move(Phase.INSPECTING)
     try:
         with telling(f"state_dict(), summon_full_params() or loading, at unit {unit.name!r}"):
-            unit.reshard()
-            unit.take_over()
+            unit.take_over(frees=True)
             yield
     finally:
         unit.move(Phase.IDLE)

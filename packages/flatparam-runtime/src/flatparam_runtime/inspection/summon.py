@@ -86,7 +86,7 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     showing = unit.showing
     if not showing.pins:
         # Full parameters in memory may have a different dtype, or be stale.
-        unit.reshard()
+        unit.take_over(frees=True)
         # In memory of their own, so that changes that are not written back are dropped.
         unit.unshard(full_precision=True, copied=True)
         for handle in unit.handles:

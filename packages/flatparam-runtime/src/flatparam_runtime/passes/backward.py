@@ -115,8 +115,6 @@ class BackwardPass:
     """The record of each unit that the pass is to reach, or has reached."""
     ready: list[UnitBackward] = attrs.field(factory=list)
     """The complete units, which wait for their turn to be reduced."""
-    to_enter: int = attrs.Factory(lambda self: len(self.expected), takes_self=True)
-    """How many expected units no gradient has reached yet: their full parameters may still have to be gathered."""
     has_computed: bool = False
     """Whether autograd has computed every gradient, so that nothing needs full parameters any more."""
     comparison: Comparison | None = None
@@ -193,12 +191,11 @@ class BackwardPass:
                 record = self._activate(unit)
             if record.call is None:
                 record.call = call
-                self.to_enter -= unit in self.expected
             if not self.reductions.overlaps(unit):
                 self.reductions.make_room()
             if unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=call.full_precision)
-            if not (self.to_enter and unit.plan.free_after_forward):
+            if not (unit.plan.free_after_forward and any(each.call is None for each in self.expected.values())):
                 # Nothing more is gathered: gradients can have the pooled memory of full parameters.
                 self.pool.trim()
             for lender in unit.links.lenders:
@@ -360,8 +357,7 @@ class BackwardPass:
     def _complete(self, record: UnitBackward) -> None:
         unit = record.unit
         record.move(Stage.COMPLETE)
-        if self.expected.pop(unit, None) is not None and record.call is None:
-            self.to_enter -= 1
+        self.expected.pop(unit, None)
         if not record.keeps_parameters:
             self._free(unit)
         for lender in unit.links.lenders:

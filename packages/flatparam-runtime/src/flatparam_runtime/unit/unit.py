@@ -194,16 +194,19 @@ class Unit:
             if handle.taken_over:
                 self.observers.tell(self, "take over", handle.flat_param.nbytes)
 
-    def take_over(self) -> None:
+    def take_over(self, *, frees: bool = False) -> None:
         """Have the shards hold what the user gave parameters since the last gather, for who reads them between passes.
+
+        Args:
+            frees: free the full parameters first; otherwise only if somebody has given a parameter other data.
 
         Raises:
             FlatParamError: if the data do not fit; nothing has changed.
         """
+        if frees or (self.residency is not Residency.SHARDED and not self.is_needed and self.was_given_data):
+            self.reshard()
         if self.is_needed or not self.plan.notices_replacement:
             return
-        if self.residency is not Residency.SHARDED and self.was_given_data:
-            self.reshard()
         for handle in self.handles:
             handle.take_over()
         self._tell_taken_over()
@@ -378,8 +381,7 @@ class Unit:
                 f"unit {self.name!r}: a sharded model can be copied or pickled only outside of a pass, and not while "
                 "its full parameters are summoned"
             )
-        self.reshard()
-        self.take_over()
+        self.take_over(frees=True)
         held = self.module, self.held.by_hooks, self.held.buffers, self.held.inner
         return self.name, self.plan, self.handles, held, self.reducer.copy(), self.links
 
