@@ -91,20 +91,23 @@ def documents() -> list[Path]:
 
 
 # It imports torch, what torch imports when an optimizer is made, and flatparam, and runs each program in a fork.
-# The fork leaves the loop, goes on as any Python does with its script, and ends as one. So does a server of ranks.
+# The fork leaves the loop, goes on as any Python does with its script, and ends as one. Its ranks are forks of one
+# server, too, which is running already.
 SERVER = """
 import json, os, sys
 from multiprocessing import forkserver
 import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor
 import flatparam.fully_sharded_data_parallel, flatparam.in_place.applying
-preload = forkserver.set_forkserver_preload
-ours = ["torch._dynamo", "flatparam.fully_sharded_data_parallel"]
-forkserver.set_forkserver_preload = lambda names: preload([*names, *ours])
+told = os.dup(1)
+os.dup2(2, 1)  # the ranks print there
+forkserver.set_forkserver_preload(["flatparam_simdev.worlds.child", "torch._dynamo", "flatparam.in_place.applying"])
+forkserver.ensure_running()
+forkserver._forkserver.ensure_running = lambda: None  # it is no child of the forks, which would start another one
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.write(told, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 else:
     os._exit(0)
 script, output = json.loads(line)
