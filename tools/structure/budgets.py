@@ -26,9 +26,9 @@ class Budget:
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_456, 4_500),
     "flatparam-comm": Budget(5_721, 5_500),
-    "flatparam-runtime": Budget(6_712, 5_500),
-    "flatparam-state": Budget(4_880, 4_700),
-    "flatparam": Budget(6_826, 6_000),
+    "flatparam-runtime": Budget(6_713, 5_500),
+    "flatparam-state": Budget(4_912, 4_700),
+    "flatparam": Budget(6_824, 6_000),
     "flatparam-clients": Budget(3_633, 8_000),
     "flatparam-files": Budget(7_967, 8_000),
     "flatparam-certify": Budget(2_957, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(110, 110),
-    "lines": Budget(69_932, 52_000),
+    "lines": Budget(69_963, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -16,10 +18,11 @@ from each_row import each_row
 from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
-from flatparam import ShardingStrategy, fully_shard
-from flatparam.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from flatparam import ShardingStrategy, StateDictType, fully_shard
+from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_comm.testing import run_processes
+from flatparam_core import clean_fqn
 
 from .models import seeded
 from .worlds import on_ranks
@@ -164,6 +167,94 @@ def test_compiling_a_module_inside(use_orig_params: bool) -> None:
     """A compiled call of a part of a unit, or of the wrapped module, computes with full parameters, and trains them."""
     for found in run_processes(2, compiled_parts, use_orig_params):
         assert found == dict.fromkeys(("module", "forward", "function", "in place"), ([2.0, 3.0], [3.0, 3.0]))
+
+
+def compiled(where: str) -> nn.Module:
+    """A model of which `torch.compile` has returned the whole, a unit, a part of a unit, or what is around a unit."""
+    model = seeded(
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 2))
+    )
+    if where == "part":
+        model[1][0] = torch.compile(model[1][0], backend="eager")
+    elif where == "unit":
+        model[1] = torch.compile(model[1], backend="eager")
+    return torch.compile(model, backend="eager") if where == "whole" else model  # type: ignore[return-value]
+
+
+def states_of_compiled(world: Collectives, where: str, use_orig_params: bool, kind: StateDictType) -> Any:
+    """What loading a state that the model has given, and one with FSDP1's names, says and leaves behind."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = compiled(where)
+        inner = getattr(module, "_orig_mod", module)
+        policy = CustomPolicy(lambda each: each is inner[1])
+        model = FSDP(module, world, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    model(X).square().mean().backward()
+    optimizer.step()
+    with FSDP.state_dict_type(model, kind):
+        state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        clean = list(state)
+        # FSDP1 keeps the names that modules have.
+        named = (*model.named_parameters(), *model.named_buffers())
+        theirs = {clean_fqn(name): name.replace("_fsdp_wrapped_module.", "") for name, _ in named}
+        said, hashes = [], []
+        for names in ({}, theirs):
+            again, other = make()
+            loaded = OrderedDict((names.get(key, key), value) for key, value in state.items())
+            if kind is not StateDictType.LOCAL_STATE_DICT:
+                said.append(again.load_state_dict(loaded))
+                found = {
+                    "state": {names.get(key, key): value for key, value in states["state"].items()},
+                    "param_groups": [
+                        {**group, "params": [names.get(key, key) for key in group["params"]]}
+                        for group in states["param_groups"]
+                    ],
+                }
+                other.load_state_dict(FSDP.optim_state_dict_to_load(again, other, found))
+                again(X).square().mean().backward()
+                other.step()
+            elif not names:
+                said.append(again.load_state_dict(state))
+            hashes.append([each.tolist() for each in (*again.parameters(), *again.buffers())])
+        if kind is not StateDictType.LOCAL_STATE_DICT:
+            model.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+        expected = [each.tolist() for each in (*model.parameters(), *model.buffers())]
+    return clean, [[*each] for each in said], [each == expected for each in hashes]
+
+
+def all_states_of_compiled(world: Collectives, use_orig_params: bool) -> Any:
+    cases = itertools.product(("whole", "unit", "part"), StateDictType)
+    return {(where, kind): states_of_compiled(world, where, use_orig_params, kind) for where, kind in cases}
+
+
+def test_states_of_what_is_compiled(use_orig_params: bool) -> None:
+    """A state has the names of the model that is not compiled; it is loaded by these names, and by FSDP1's."""
+    for found in run_processes(2, all_states_of_compiled, use_orig_params):
+        for (where, kind), (clean, said, same) in found.items():
+            ways = 1 if kind is StateDictType.LOCAL_STATE_DICT else 2
+            assert not any("_orig_mod" in name for name in clean), (where, kind)
+            assert said == [[[], []]] * ways, (where, kind)
+            assert same[:ways] == [True] * ways, (where, kind)
+
+
+def test_a_compiled_model_refuses_by_the_names_of_the_state() -> None:
+    """What does not fit is named as in the state, and nothing is changed."""
+    model = FSDP(compiled("unit"), SingleCollectives())
+    state = model.state_dict()
+    before = [each.tolist() for each in model.parameters()]
+    wrong = {**state, "1.0.weight": torch.ones(7, 7)}
+    del wrong["1.0.bias"]
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(wrong)
+    assert "'1.0.weight'" in str(caught.value)
+    assert '"1.0.bias"' in str(caught.value)
+    assert "_orig_mod" not in str(caught.value)
+    assert [each.tolist() for each in model.parameters()] == before
 
 
 ENCODER_POLICIES = {

@@ -118,8 +118,9 @@ def clip_gradients_(
         total = sums.norm(sharded, whole, norm_type, device)
     else:
         parts = {over: _norm(gradients, norm_type, device) for over, gradients in sharded.items()}
-        known = [_norm(whole, norm_type, device), *_across_groups(parts, norm_type)]
-        total = torch.linalg.vector_norm(torch.stack(known), norm_type)
+        known = [*([_norm(whole, norm_type, device)] if whole or not parts else ()), *_across_groups(parts, norm_type)]
+        # The norm of one number of it may differ from it in the last digit.
+        total = known[0] if len(known) == 1 else torch.linalg.vector_norm(torch.stack(known), norm_type)
     if any(handle.is_offloaded for unit in units for handle in unit.handles):
         # Where the gradients are, as in FSDP1: the host has to wait for the factor in any case.
         total = total.cpu()

@@ -98,6 +98,8 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 
 _CHECKPOINTED: Final = "_checkpoint_wrapped_module."
+_COMPILED: Final = "_orig_mod"
+"""The name of the module that was compiled inside of one that `torch.compile` has returned; no saved name has it."""
 
 
 @final
@@ -178,6 +180,8 @@ class ModelLoad:
             if modules is None or owner in modules:
                 flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
         for module in {*named, *flat, *(modules or ())}:
+            if _COMPILED in module._modules:
+                loading.watch(module, _name_what_is_compiled)
             loading.watch(module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {})))
             loading._report_to(module)
         return loading
@@ -213,7 +217,7 @@ class ModelLoad:
     ) -> None:
         for name, place in flat.items():
             # The hook of torch's wrapper for activation checkpointing has put its own name before that of its unit.
-            keys = (prefix + name, prefix + _CHECKPOINTED + name)
+            keys = (prefix + name, prefix + _CHECKPOINTED + name, f"{prefix}{_COMPILED}.{name}")
             key = next((key for key in keys if key in state), None)
             if key is not None:
                 shard = place.handle.flat_param.detach()
@@ -327,6 +331,18 @@ class ModelLoad:
         """Forget everything; calling it twice is harmless."""
         self.stop()
         self.forget()
+
+
+def _name_what_is_compiled(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the entries the names that torch expects inside of a module that `torch.compile` has returned."""
+    put_inside(state, prefix, _COMPILED)
+
+
+def put_inside(state: dict[str, Any], prefix: str, name: str) -> None:
+    """Put `name` behind `prefix` in the names of the entries below it, if it is not there."""
+    below = f"{prefix}{name}."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(below)]:
+        state[below + key[len(prefix) :]] = state.pop(key)
 
 
 def load_model_state(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatparam_runtime import FlatParamError, note_between_passes
+from flatparam_runtime import FlatParamError, clean_fqn, note_between_passes
 from flatparam_state.forms.chunker import OWN_CHUNKER, Chunker
 from flatparam_state.forms.deferred import shape_of
 from flatparam_state.optimizer.entry import State, in_blocks
@@ -66,6 +66,7 @@ def load_optimizer_state(
         FlatParamError: if something does not fit, naming the parameter, the state and what to do. Nothing is
             changed then.
     """
+    state_dict = _with_clean_names(state_dict)
     if rank0_only:
         state_dict = streamed(model, state_dict)
     places = list(places_in(model))
@@ -174,6 +175,21 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
     keys = [key for group in current["param_groups"] for key in group["params"]]
     by_item = {item: key for key, item in holding.resolve(keys).items()}
     return [[by_item[item] for item in found] for _, found in holding.groups]
+
+
+def _with_clean_names(state_dict: Any) -> Any:
+    """Return the state with the names of the unsharded model; FSDP1 saves `_orig_mod` in those of a compiled one."""
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    names = {name: clean_fqn(name) for name in state or () if isinstance(name, str)}
+    groups = state_dict.get("param_groups") if state is not None else None
+    for group in groups or ():
+        names.update((name, clean_fqn(name)) for name in group["params"] if isinstance(name, str))
+    if all(name == clean for name, clean in names.items()):
+        return state_dict
+    renamed = {**state_dict, "state": {names.get(key, key): value for key, value in (state or {}).items()}}
+    if groups is not None:
+        renamed["param_groups"] = [{**g, "params": [names.get(key, key) for key in g["params"]]} for g in groups]
+    return renamed
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
