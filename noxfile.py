@@ -69,7 +69,7 @@ def layers(session: nox.Session) -> None:
     """The walls: who imports whom and by which names, dependencies, the shape of a package, and its lines at most."""
     environment = shared(session)
     environment.run("tools/check_layers.py")
-    environment.run("tools/structure", "--budgets")
+    environment.run("tools/structure")
     sources = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)}
     session.run(str(environment.python.parent / "lint-imports"), "--no-cache", env=sources, external=True)
 

@@ -51,6 +51,7 @@ def figures_of(house: House, root: Path) -> dict[str, int]:
         f"lines of docs over {_COLUMNS} columns": _long_lines(root / "docs"),
         "fields of BackwardPass": _fields(house, "BackwardPass"),
         "fields of UnitTree": _fields(house, "UnitTree"),
+        "facts reachable from Unit": _reachable(house, "Unit"),
         "collections of a backward pass by unit": _by_unit(house),
         "calls that free full parameters": _calls(house, "flatparam_runtime", "reshard"),
         "our base classes with one subclass": len(_only_children(house)),
@@ -151,6 +152,14 @@ def _class(house: House, name: str) -> ast.ClassDef | None:
 def _fields(house: House, name: str) -> int:
     node = _class(house, name)
     return sum(isinstance(each, ast.AnnAssign) for each in node.body) if node else 0
+
+
+def _reachable(house: House, name: str) -> int:
+    """Return how many fields a class has, with those of the objects that it alone has: whose class has a default."""
+    node = _class(house, name)
+    own = [each for each in node.body if isinstance(each, ast.AnnAssign)] if node else []
+    kinds = [ast.unparse(each.annotation) for each in own]
+    return len(own) + sum(_fields(house, kind) for kind in kinds)
 
 
 def _by_unit(house: House) -> int:

@@ -5,41 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 from pages import table
 
-from structure.budgets import BUDGETS, FIGURES, beyond, lines_of, over_budget
+from structure.budgets import BUDGETS, FIGURES, WALKED, Budget, beyond, lines_of, over_budget
 from structure.density import figures_of
 from structure.page import PAGE, page_of, text_of
 from structure.sources import House
 from structure.walk import LIBRARIES, MOMENTS, Trace, returns, trace
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-GOALS: Final = {
-    "files of a step": 20,
-    "lines of a step": 3000,
-    "functions of a step": 150,
-    "file changes of a step": 450,
-    "classes of a step": 18,
-    "files of making a sharded model": 25,
-    "files of state_dict": 15,
-    "files of Checkpointer.save": 30,
-    "import circles": 0,
-    "modules in the widest folder": 12,
-    "imports of a module, 90th percentile": 12,
-    "fields of Unit": 10,
-    "fields of FlatParamHandle": 10,
-    "attributes of a unit written from outside": 0,
-    "runtime files with private names of torch": 1,
-    'docstrings that begin with "What"': 0,
-    "returns when a gradient arrives": 4,
-    "returns when a forward begins": 4,
-    **{f"lines of {name}": budget.goal for name, budget in BUDGETS.items()},
-}
 
 
 def figures(root: Path) -> dict[str, tuple[int, Any]]:
@@ -73,7 +52,6 @@ def figures(root: Path) -> dict[str, tuple[int, Any]]:
         'docstrings that begin with "What"': (sum(fragments.values()), fragments),
         "returns when a gradient arrives": (returns(arrived), [path.stem for path in arrived]),
         "returns when a forward begins": (returns(begun), [path.stem for path in begun]),
-        **{f"lines of {name}": (lines, None) for name, lines in lines_of(house).items()},
     }
 
 
@@ -83,43 +61,51 @@ def _apart(root: Path, library: str = "flatparam", moment: str = "step") -> Trac
         return pool.submit(trace, root, library, moment).result()
 
 
-def print_budgets(root: Path) -> int:
-    """Print each figure that has a budget beside it and its goal; return 1 if one is beyond its budget."""
+def print_budgets(root: Path, *, walks: bool) -> int:
+    """Print each figure beside its budget and its goal; return 1 if one is beyond its budget.
+
+    Args:
+        walks: follow a step, and other moments, too.
+    """
     house = House.of(root)
-    lines = [["package", "lines", "budget", "goal"]]
-    for name, count in lines_of(house).items():
-        budget = BUDGETS.get(name)
-        lines.append([name, f"{count:,}", *([f"{budget.most:,}", f"{budget.goal:,}"] if budget else ["none", ""])])
-    print(table(lines))
-    counted = figures_of(house, root)
-    rows = [
-        [name, f"{figure:,}", f"{FIGURES[name].most:,}", f"{FIGURES[name].goal:,}"] for name, figure in counted.items()
-    ]
+    lines, counted = lines_of(house), figures_of(house, root)
+    print(table([["package", "lines", "budget", "goal"], *_rows(lines, BUDGETS)]))
     print()
-    print(table([["figure", "now", "budget", "goal"], *rows]))
+    print(table([["figure", "now", "budget", "goal"], *_rows(counted, FIGURES)]))
     problems = [*over_budget(house), *beyond(counted)]
+    if walks:
+        walked = {name: figure for name, (figure, _) in figures(root).items()}
+        print()
+        print(table([["figure", "now", "budget", "goal"], *_rows(walked, WALKED)]))
+        problems += beyond(walked, WALKED)
     for problem in problems:
         print(problem)
     return 1 if problems else 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the figures, each beside its goal; `--json` prints what they are made of, too.
+def _rows(counted: Mapping[str, int], budgets: Mapping[str, Budget]) -> list[list[str]]:
+    none = ["none", ""]
+    both = {name: [f"{budget.most:,}", f"{budget.goal:,}"] for name, budget in budgets.items()}
+    return [[name, f"{figure:,}", *both.get(name, none)] for name, figure in counted.items()]
 
-    `--page` writes the page that follows a step through the files instead, and `--step` prints the step's code.
-    `--budgets` prints what has a budget, and returns 1 if something is beyond it.
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the figures, each beside its budget and its goal; return 1 if something is beyond its budget.
+
+    `--budgets` prints those that the sources tell at once. `--json` prints what the others are made of. `--page` writes
+    the page that follows a step through the files instead, and `--step` prints the step's code.
     """
     parser = argparse.ArgumentParser(
         prog="python tools/structure", description="How the packages are built, in figures."
     )
-    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    parser.add_argument("--json", action="store_true", help="print what figures are made of, as JSON")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE} anew")
     parser.add_argument("--print", action="store_true", help="with --page: print the page and write nothing")
     parser.add_argument("--step", action="store_true", help="print the code that one step runs, as one text")
-    parser.add_argument("--budgets", action="store_true", help="print lines and budgets; 1 if one is exceeded")
+    parser.add_argument("--budgets", action="store_true", help="print what needs no walk through a step")
     options = parser.parse_args(arguments)
     if options.budgets:
-        return print_budgets(ROOT)
+        return print_budgets(ROOT, walks=False)
     if options.step:
         print(text_of(trace(ROOT)))
         return 0
@@ -136,10 +122,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             page.write_text(text, encoding="utf-8")
         return 0
-    found = figures(ROOT)
     if options.json:
+        found = figures(ROOT)
         print(json.dumps({name: {"value": value, "of": of} for name, (value, of) in found.items()}, indent=1))
         return 0
-    lines = [[name, f"{value:,}", f"{GOALS[name]:,}"] for name, (value, _) in found.items()]
-    print(table([["figure", "now", "goal"], *lines]))
-    return 0
+    return print_budgets(ROOT, walks=True)
