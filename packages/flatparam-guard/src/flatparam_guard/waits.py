@@ -26,7 +26,7 @@ from flatparam_guard.positions import Standing
 
 #: Calls of torch in which a rank waits for one other rank, which torch does not count as a collective.
 _BETWEEN_TWO: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-#: Where `new_group` waits.
+#: Where `new_group` waits; from torch 2.14 on in a function that the first of them calls.
 _MAKING: Final = ("_new_process_group_helper", "_store_based_barrier")
 #: The number of a collective that torch does not count.
 _UNCOUNTED: Final = 1
@@ -155,7 +155,7 @@ def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
     if frame.f_code.co_filename != c10d.source_file():
         return None
     name = frame.f_code.co_name
-    if name in _MAKING:
+    if name in _MAKING or (frame.f_back is not None and frame.f_back.f_code.co_name in _MAKING):
         return _wait_of_new_group(frame)
     if name in _BETWEEN_TWO or "group" not in frame.f_code.co_varnames:
         return None
