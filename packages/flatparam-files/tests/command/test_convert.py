@@ -10,7 +10,7 @@ import pytest
 import torch
 from each_row import each_row
 
-from flatparam_files import open_source
+from flatparam_files import open_source, split_path
 from flatparam_files.command.ckpt_arguments import nbytes_of
 
 from .calling import Caller, entries, tree
@@ -45,6 +45,57 @@ def test_import_of_two_files(flatparam: Caller) -> None:
     torch.save(root["optimizer"], flatparam.directory / "o.bin")
     assert flatparam("import", "@new", "--model", "@m.bin", "--optimizer", "@o.bin").status == 0
     assert flatparam("diff", "@new", "@run", "--only", "model", "--only", "optimizer").status == 0
+
+
+def test_a_file_that_is_given_as_what_it_is_not(flatparam: Caller) -> None:
+    """A model's file that is given as the optimizer's, and the other way round, is refused by its path."""
+    root = tree()
+    torch.save(root["model"], flatparam.directory / "m.bin")
+    torch.save(root["optimizer"], flatparam.directory / "o.bin")
+    for wrong in (("--model", "@o.bin"), ("--optimizer", "@m.bin")):
+        found = flatparam("import", *wrong, "@new")
+        assert (found.status, found.out) == (2, "")
+        assert f"{wrong[1][1:]}, which was given as {wrong[0]}, has none" in found.err
+    found = flatparam("import", "--optimizer", "@o.bin", "@new")
+    assert "o.bin says no step, so it is 0" in found.err
+
+
+def test_options_between_the_paths(flatparam: Caller) -> None:
+    """Options may stand before, between and after the paths, and a wrong one is named with the command's own help."""
+    for number, order in enumerate(
+        (["--step", 7, "@run", "@{}"], ["@run", "--step", 7, "@{}"], ["@run", "@{}", "--step", 7])
+    ):
+        assert flatparam("import", *(f"@to{number}" if each == "@{}" else each for each in order)).status == 0
+        assert entries(flatparam.directory / f"to{number}") >= {"step-00000007"}
+    found = flatparam("export", "@run", "--to", "hf", "@out", "--nonsense")
+    assert found.status == 2
+    assert "unrecognized arguments: --nonsense; see flatparam" in found.err
+    assert "DEST" in flatparam("export", "--to", "hf").err
+
+
+def test_averages_and_what_ranks_have_come_back(flatparam: Caller) -> None:
+    """An export to torch or DCP is imported with its averages, and with what each rank had, as they were."""
+    saved = tree()
+    root = {
+        "extra": {"epoch": saved.pop("epoch")},
+        **saved,
+        "averages": {"model": {"w": torch.ones(3)}, "updates": 4},
+        "rank_extra": {"0": {"seed": 1}, "1": {"seed": 2, "noise": torch.ones(2)}},
+    }
+    torch.save(root, flatparam.directory / "all.pt")
+    assert flatparam("import", "@all.pt", "@first").status == 0
+    for kind in ("torch", "dcp"):
+        assert flatparam("export", "@first", f"@{kind}", "--to", kind).status == 0
+        assert flatparam("diff", "@first", f"@{kind}").status == 0
+        assert flatparam("import", f"@{kind}", f"@back-{kind}").status == 0
+        found = open_source(flatparam.directory / f"back-{kind}")
+        assert {split_path(path)[0] for path in found.tensors} == {*saved, "averages", "rank_extra"}
+        assert found.values["averages"]["updates"] == 4
+        assert found.values["rank_extra"]["1"]["seed"] == 2
+    # Of a program that has a part of this name, and others that are no part of ours, both stay its own.
+    torch.save({**root, "args": {"lr": 1}}, flatparam.directory / "theirs.pt")
+    assert flatparam("import", "@theirs.pt", "@theirs").status == 0
+    assert "averages" in open_source(flatparam.directory / "theirs").values["extra"]
 
 
 @pytest.mark.parametrize("name", ["stage1", "stage2", "stage3-three-ranks"])

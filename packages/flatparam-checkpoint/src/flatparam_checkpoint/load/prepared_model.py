@@ -154,7 +154,8 @@ def prepare_tensors(
         raise CheckpointError(
             f"{reader.path} is of a different model: {'; '.join(problems[:_SHOWN])}",
             path=reader.path,
-            hint="build the model that was saved; load(strict=False) leaves what is missing as it is",
+            hint="build the model that was saved"
+            + ("; load(strict=False) leaves what is missing as it is" if options.strict and missing else ""),
         )
     tensors = []
     for tensor, found in wanted:

@@ -187,7 +187,11 @@ def opened(chosen: argparse.Namespace) -> Source:
     pair = [path for path in (chosen.model, chosen.optimizer) if path is not None]
     if bool(pair) == (chosen.source is not None):
         raise ArgumentsError("give either the path of a checkpoint, or --model and --optimizer")
-    return parts_of(open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix), chosen.only)
+    source = open_source(*(pair or [chosen.source]), format=chosen.format, prefix=chosen.prefix)
+    for part, path in (("model", chosen.model), ("optimizer", chosen.optimizer)):
+        if path is not None and not select(source, [part]).tensors and part not in source.values:
+            raise ArgumentsError(f"{path}, which was given as --{part}, has none")
+    return parts_of(source, chosen.only)
 
 
 def parts_of(source: Source, only: list[str] | None) -> Source:
@@ -350,7 +354,7 @@ def write_own(chosen: argparse.Namespace) -> int:
     write = partial(write_checkpoint, world_size=chosen.world_size, step=step)
     status = _converted(source, chosen, write)
     if chosen.step is None and "step" not in source.facts and not chosen.quiet:
-        say_aside(f"{chosen.source or chosen.model} says no step, so it is 0; --step gives another")
+        say_aside(f"{chosen.source or chosen.model or chosen.optimizer} says no step, so it is 0; --step gives another")
     return status
 
 

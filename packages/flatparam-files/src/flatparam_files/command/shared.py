@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn, TextIO, TypeAlias
+from typing import Any, Final, NoReturn, TextIO, TypeAlias
 
 from flatparam_files.disk.limits import without_collector
 
@@ -25,12 +25,28 @@ def exit_statuses(one: str = "") -> str:
     return "\n".join(["exit status:", *(f"  {status:4} {text}" for status, text in told.items() if text), ""])
 
 
+_REST: Final = (argparse.PARSER, argparse.REMAINDER)
+"""What takes all arguments from its place on."""
+
+
 class ArgumentsError(Exception):
     """The arguments do not say what to do."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in a line, without all options before it."""
+    """Says what is wrong in a line, without all options before it, and takes options between paths."""
+
+    _mixes = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; argparse itself gives up if an option is between the optional path and the other."""
+        if self._mixes or any(each.nargs in _REST for each in self._get_positional_actions()):
+            return super().parse_known_args(args, namespace)
+        self._mixes = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixes = False
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2 and this message."""

@@ -25,6 +25,8 @@ OPTIMIZER_KEYS: Final = (
     # Lightning's sharded form has this one.
     "optimizer_0",
 )
+_OURS: Final = {"model", "optimizer", "extra", "averages", "rank_extra"}
+"""The parts of a checkpoint of ours."""
 _MOST_NESTED: Final = 3
 """The levels below the top at which a model and an optimizer are looked for."""
 _SHOWN: Final = 10
@@ -136,7 +138,10 @@ def _parts(root: Any, file: Path) -> dict[str, Any]:
         ours: dict[str, Any] = {"model": root[model[0]]} if model else {}
         if optimizer:
             ours["optimizer"] = _only_one(root[optimizer[0]])
-        extra = {key: value for key, value in root.items() if key not in (*model, *optimizer)}
+        # A checkpoint of ours that was written for another program has these two.
+        own = [key for key in ("averages", "rank_extra") if root.keys() <= _OURS and isinstance(root.get(key), Mapping)]
+        ours.update((key, root[key]) for key in own)
+        extra = {key: value for key, value in root.items() if key not in (*model, *optimizer, *own)}
         extra.update(extra.pop("extra", {}) if isinstance(extra.get("extra"), Mapping) else {})
         return {**ours, "extra": extra} if extra else ours
     if any(isinstance(value, Stored) for value in root.values()):
