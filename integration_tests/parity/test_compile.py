@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import checkpoint
 
 import flatparam
 import flatparam.wrap
@@ -127,3 +130,64 @@ def test_compiled_training_is_the_same(exposure: str, what: str) -> None:
         assert report[f"{exposure} {what}"]["graphs"] > 0
         assert report[f"{exposure} {what}"]["losses"] == report["ours nothing"]["losses"]
         assert report["ours nothing"]["losses"] == report["torch nothing"]["losses"]
+
+
+class Recomputed(nn.Module):
+    """A module whose forward pass has a checkpoint around a block, and something of its own."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.gain = block, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.block, x * self.gain, use_reentrant=False)
+
+
+def train_recomputed(group: Collectives, library: str, how: str) -> list[Any]:
+    """The losses, and the gradients of the inputs: each block was compiled, then checkpointed, and then made a unit."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = Model()
+    kind = {"wrapper": CheckpointWrapper, "inside": Recomputed}[how]
+    for at, block in enumerate(model.blocks):
+        block.compile(backend="aot_eager")
+        model.blocks[at] = kind(block)
+    if library == "in place":
+        for block in model.blocks:
+            flatparam.fully_shard(block)
+        flatparam.fully_shard(model)
+    elif library == "torch":
+        from torch.distributed import fsdp
+
+        policy = fsdp.wrap.ModuleWrapPolicy({kind})
+        cpu = torch.device("cpu")
+        model = fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu)
+    elif library != "nothing":
+        policy = flatparam.wrap.ModuleWrapPolicy({kind})
+        model = flatparam.FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=library == "ours")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        # As many rows as columns: no shape tells that recomputed tensors come in a different order.
+        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), x.grad.tolist()))
+    return found
+
+
+def train_all_recomputed(group: Collectives) -> dict[tuple[str, str], list[Any]]:
+    cases = itertools.product(("nothing", "ours", "flat", "in place", "torch"), ("wrapper", "inside"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {(library, how): train_recomputed(group, library, how) for library, how in cases}
+
+
+def test_what_is_compiled_and_recomputed_inside_a_unit() -> None:
+    """A compiled block is recomputed as it ran: the compiler saves the same tensors, in the same order."""
+    for found in run_processes(2, train_all_recomputed):
+        for (library, how), losses in found.items():
+            assert losses == found["nothing", how], (library, how)

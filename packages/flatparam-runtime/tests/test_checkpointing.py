@@ -408,3 +408,43 @@ def test_what_is_read_after_an_inner_run(ranks: int) -> None:
     expected = mean_gradients(seeded(FrozenBetween), plain_loss, ranks)
     for found in run(ranks, steps):
         check_same(found, expected)
+
+
+class Noting(nn.Module):
+    """Notes, whenever it runs, whether calls of the module inside go through a stand-in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noted: list[bool] = []
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted.append("forward" in vars(self.linear))
+        if self.fails and len(self.noted) > 1:
+            raise ValueError("while it is recomputed")
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_unit_recomputes_runs_as_in_its_forward_pass(reentrant: bool) -> None:
+    """No stand-in is in the way while a unit's backward pass runs its modules again; a compiler would make other graphs."""
+    module = sharded(lambda: nn.Sequential(Checkpointed(Noting(), reentrant), nn.Linear(4, 2)), SingleCollectives())
+    part: Any = module.get_submodule("0.inner")
+    for fails in (False, True, False):
+        part.noted.clear()
+        part.fails = fails
+        loss = module(batch(0).requires_grad_()).sum()
+        assert "forward" in vars(part.linear), "a call from outside finds the full parameters by it"
+        if fails:
+            with pytest.raises(ValueError, match="recomputed"):
+                loss.backward()
+            # The next pass clears up after the failed one.
+            part.fails = False
+            module(batch(0))
+        else:
+            loss.backward()
+        assert part.noted[:2] == [False, False]
+        assert "forward" in vars(part.linear)
+    assert len(part.noted) == 2
+    check_at_rest(module)

@@ -326,6 +326,7 @@ class BackwardPass:
             record.inputs.clear()
             record.trained = None
         record.move(Stage.ACTIVE)
+        unit.held.note_backward(True)
         averaging = record.averaging = unit.reducer.averaging(unit.handles)
         keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
         record.keeps = keeps and averaging.weight == 1.0
@@ -357,6 +358,7 @@ class BackwardPass:
     def _complete(self, record: UnitBackward) -> None:
         unit = record.unit
         record.move(Stage.COMPLETE)
+        unit.held.note_backward(False)
         self.expected.pop(unit, None)
         if not record.keeps_parameters:
             self._free(unit)

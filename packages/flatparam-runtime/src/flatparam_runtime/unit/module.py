@@ -113,9 +113,11 @@ def hooked_leaves_to_come(watches: Sequence[WatchedHandle]) -> set[LeafKey]:
 @final
 @attrs.define(eq=False)
 class InnerCalls:
-    """The stand-ins for calls from outside of a unit's own call, in place exactly while the unit is not called.
+    """The stand-ins for calls from outside of a unit's own call.
 
-    They stand for the `forward` of each module inside and, under a wrapper, for that of the unit's module and its call.
+    They are in place exactly while the unit is neither called nor in its backward pass, which has the full parameters,
+    too: what a checkpoint inside recomputes there has to run as in the forward pass, above all under a compiler. They
+    stand for the `forward` of each module inside and, under a wrapper, for that of the unit's module and its call.
     """
 
     calls: tuple[InnerCall[Any], ...] = ()
@@ -201,6 +203,8 @@ class UnitModule:
     """The stand-ins in the modules inside, in place while the module itself is not called."""
     calls: list[ForwardCall] = attrs.field(factory=list)
     """The module's running forward calls, the innermost last."""
+    in_backward: bool = False
+    """Whether a backward pass computes gradients of the unit."""
 
     def get(self, unit: str) -> nn.Module:
         """Return the module.
@@ -218,20 +222,27 @@ class UnitModule:
 
     def begin_call(self, call: ForwardCall) -> None:
         """Add a forward call that begins."""
-        if not self.calls:
+        if not (self.calls or self.in_backward):
             self.inner.lift()
         self.calls.append(call)
 
     def end_call(self) -> ForwardCall:
         """Remove the innermost forward call, which is over, and return it."""
         call = self.calls.pop()
-        if not self.calls:
+        if not (self.calls or self.in_backward):
             self.inner.put()
         return call
+
+    def note_backward(self, in_backward: bool) -> None:
+        """Note that the unit's part of a backward pass begins, or ends."""
+        if in_backward is not self.in_backward and not self.calls:
+            (self.inner.lift if in_backward else self.inner.put)()
+        self.in_backward = in_backward
 
     def forget_calls(self) -> None:
         """Remove every call, after an exception has interrupted them."""
         self.calls.clear()
+        self.in_backward = False
         self.inner.put()
 
     def look_after(
