@@ -196,6 +196,7 @@ def stepping(ranks: Collectives) -> tuple[int, int]:
     return train(20), train(200)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 keeps something of each operation of DTensors")
 def test_steps_keep_nothing() -> None:
     """Two hundred steps leave as many objects as there were: a few, of caches, come and go."""
     for before, after in run_processes(2, stepping):

@@ -171,6 +171,7 @@ def differing(theirs: nn.Module, ours: nn.Module, tolerance: float = 0.0) -> lis
     return [n for n, value in wanted.items() if not torch.allclose(found[n], value, rtol=tolerance, atol=tolerance)]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot flatten inputs that are cut in between")
 @pytest.mark.parametrize("way", ["in place", "loaded"])
 def test_values_after_sharding_are_those_of_fsdp2(way: str) -> None:
     """After `to_empty()`, values that are given in place or loaded are those of torch's FSDP2, and train as there."""

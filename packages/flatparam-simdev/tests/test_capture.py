@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from . import graph_facts
 from .ranks import on_simulated
@@ -32,6 +33,8 @@ def test_numbers_of_the_host_are_those_of_the_capture(facts: dict[str, Any]) -> 
 @pytest.mark.parametrize("what", graph_facts.REFUSED)
 def test_what_a_capture_refuses(facts: dict[str, Any], what: str) -> None:
     """Whatever tells the host of the device raises in a capture, and what the host did before it is as it was."""
+    if what == "synchronising the device" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 does not ask this device to wait for everything")
     message, after = facts["refused"][what]
     assert "not permitted when stream is capturing" in message
     assert after == [1.0, 1.0]

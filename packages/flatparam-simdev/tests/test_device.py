@@ -29,9 +29,17 @@ def two() -> Any:
     return on_simulated(2, device_facts.of_two)
 
 
+def skip_without_synchronize() -> None:
+    """Skip the test with a torch that does not tell the simulated device of `torch.accelerator.synchronize()`."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 does not ask this device to wait for everything")
+
+
 @pytest.mark.parametrize("wait", ["stream", "event", "device", "query", "item"])
 def test_copies_to_the_host_land_late(one: Any, wait: str) -> None:
     """What is copied to pinned memory is there when the host has waited for it; before, there is poison."""
+    if wait == "device":
+        skip_without_synchronize()
     assert one["copies_to_the_host"][wait] == (POISONED, NUMBERS)
 
 
@@ -70,6 +78,7 @@ def test_a_stream_that_does_not_wait_finds_poison(one: Any) -> None:
 
 def test_lists_of_copies_land_late(one: Any) -> None:
     """Copies that are asked for as a list land late, too."""
+    skip_without_synchronize()
     facts = one["copies_of_lists"]
     assert facts["before"] == [[POISON] * 2, [POISON] * 3]
     assert facts["after"] == [[1.0] * 2, [1.0] * 3]
