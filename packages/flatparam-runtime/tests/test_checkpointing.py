@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flatparam_comm import Collectives, SingleCollectives
 from flatparam_runtime import EventLog, no_sync, observe
+from flatparam_runtime.passes import backward
 
 from .models import Block, batch
 from .worlds import (
@@ -427,8 +430,9 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_unit_recomputes_runs_as_in_its_forward_pass(reentrant: bool) -> None:
-    """No stand-in is in the way while a unit's backward pass runs its modules again; a compiler would make other graphs."""
+def test_what_a_unit_recomputes_runs_as_in_its_forward_pass(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If something is compiled, no stand-in is in the way while a unit's backward pass runs its modules again."""
+    monkeypatch.setattr(backward, "compiles", lambda: True)
     module = sharded(lambda: nn.Sequential(Checkpointed(Noting(), reentrant), nn.Linear(4, 2)), SingleCollectives())
     part: Any = module.get_submodule("0.inner")
     for fails in (False, True, False):
@@ -448,3 +452,20 @@ def test_what_a_unit_recomputes_runs_as_in_its_forward_pass(reentrant: bool) -> 
         assert "forward" in vars(part.linear)
     assert len(part.noted) == 2
     check_at_rest(module)
+
+
+def test_what_dynamo_has_run_is_seen() -> None:
+    """Nothing is compiled until something that `torch.compile` has made is called, whatever is imported."""
+    program = """
+import torch
+from flatparam_runtime.autograd import compiles
+assert not compiles()
+import torch._dynamo
+double = torch.compile(lambda x: x + x, backend="eager")
+assert not compiles()
+double(torch.ones(1))
+assert compiles()
+torch._dynamo.reset()
+assert compiles()
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

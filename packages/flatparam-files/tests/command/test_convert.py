@@ -10,8 +10,9 @@ import pytest
 import torch
 from each_row import each_row
 
-from flatparam_files import open_source, split_path
+from flatparam_files import open_source, split_path, write_checkpoint
 from flatparam_files.command.ckpt_arguments import nbytes_of
+from flatparam_files.formats.whole_sources import stored_source
 
 from .calling import Caller, entries, tree
 
@@ -92,6 +93,15 @@ def test_averages_and_what_ranks_have_come_back(flatparam: Caller) -> None:
         assert {split_path(path)[0] for path in found.tensors} == {*saved, "averages", "rank_extra"}
         assert found.values["averages"]["updates"] == 4
         assert found.values["rank_extra"]["1"]["seed"] == 2
+    # What the user has saved besides may be anything.
+    for number, extra in enumerate((None, 5, [1, 2], {"extra": 3})):
+        write_checkpoint(
+            attrs.evolve(stored_source(found), values={**found.values, "extra": extra}),
+            flatparam.directory / f"e{number}",
+        )
+        for kind in ("torch", "dcp"):
+            assert flatparam("export", f"@e{number}", f"@{kind}{number}", "--to", kind).status == 0
+            assert flatparam("diff", f"@e{number}", f"@{kind}{number}").status == 0
     # Of a program that has a part of this name, and others that are no part of ours, both stay its own.
     torch.save({**root, "args": {"lr": 1}}, flatparam.directory / "theirs.pt")
     assert flatparam("import", "@theirs.pt", "@theirs").status == 0

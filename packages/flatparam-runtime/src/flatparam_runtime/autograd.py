@@ -12,6 +12,7 @@
 | `_C._len_torch_dispatch_stack`, `utils._python_dispatch` | which dispatch modes are on | none is turned off |
 | `nn.Module._forward_hooks` | the order of a module's hooks | an error that names it |
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
+| `nn.Module.___needs_generation_tag_patch` | whether Dynamo has run anything | it counts as having run |
 | `nn.Module._compiled_call_impl` | what is called instead of a module | past a wrapper only its `forward` is watched |
 | `_C._functorch.get_interpreter_stack` | which transforms of `torch.func` are under way | such a pass fails later |
 
@@ -23,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -36,6 +38,8 @@ from flatparam_comm import FlatParamError
 _ACCUMULATES: Final = 2**64 - 1
 """The number of nodes that accumulate a leaf's gradient; that of others counts the nodes that a thread has made."""
 
+_NOT_PATCHED: Final = "___needs_generation_tag_patch"
+"""The attribute of `nn.Module` that is false once Dynamo has patched it."""
 CALL: Final = "_compiled_call_impl"
 """The attribute of a module that has what is called in its place, with all its hooks; `compile()` sets it."""
 
@@ -105,6 +109,14 @@ def transforms() -> tuple[str, ...]:
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass of autograd."""
     return bool(_TASK() != -1)
+
+
+def compiles() -> bool:
+    """Return whether something that `torch.compile` has made may run: before it does, Dynamo patches `nn.Module`."""
+    guard = sys.modules.get("torch._dynamo.mutation_guard")
+    if guard is None:
+        return False
+    return not hasattr(guard, "install_generation_tagging_init") or not getattr(nn.Module, _NOT_PATCHED, True)
 
 
 def will_run(node: Node) -> bool:

@@ -142,6 +142,8 @@ def _parts(root: Any, file: Path) -> dict[str, Any]:
         own = [key for key in ("averages", "rank_extra") if root.keys() <= _OURS and isinstance(root.get(key), Mapping)]
         ours.update((key, root[key]) for key in own)
         extra = {key: value for key, value in root.items() if key not in (*model, *optimizer, *own)}
+        if extra.keys() == {"extra"}:
+            return {**ours, **extra}
         extra.update(extra.pop("extra", {}) if isinstance(extra.get("extra"), Mapping) else {})
         return {**ours, "extra": extra} if extra else ours
     if any(isinstance(value, Stored) for value in root.values()):

@@ -17,6 +17,7 @@ from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import (
     call_at_end,
+    compiles,
     current_run,
     in_backward,
     latest,
@@ -326,7 +327,8 @@ class BackwardPass:
             record.inputs.clear()
             record.trained = None
         record.move(Stage.ACTIVE)
-        unit.held.note_backward(True)
+        if compiles():
+            unit.held.note_backward(True)
         averaging = record.averaging = unit.reducer.averaging(unit.handles)
         keeps = (averaging.in_parts and unit.reducer.synchronises) or self.reductions.runs_ahead
         record.keeps = keeps and averaging.weight == 1.0
@@ -358,7 +360,8 @@ class BackwardPass:
     def _complete(self, record: UnitBackward) -> None:
         unit = record.unit
         record.move(Stage.COMPLETE)
-        unit.held.note_backward(False)
+        if unit.held.in_backward:
+            unit.held.note_backward(False)
         self.expected.pop(unit, None)
         if not record.keeps_parameters:
             self._free(unit)

@@ -115,9 +115,9 @@ def hooked_leaves_to_come(watches: Sequence[WatchedHandle]) -> set[LeafKey]:
 class InnerCalls:
     """The stand-ins for calls from outside of a unit's own call.
 
-    They are in place exactly while the unit is neither called nor in its backward pass, which has the full parameters,
-    too: what a checkpoint inside recomputes there has to run as in the forward pass, above all under a compiler. They
-    stand for the `forward` of each module inside and, under a wrapper, for that of the unit's module and its call.
+    They are in place exactly while the unit is not called, nor, if something is compiled, in its backward pass, which
+    has the full parameters: what a checkpoint inside recomputes there has to run as in the forward pass. They stand for
+    the `forward` of each module inside and, under a wrapper, for that of the unit's module and its call.
     """
 
     calls: tuple[InnerCall[Any], ...] = ()
@@ -133,9 +133,10 @@ class InnerCalls:
         """Put every stand-in in its place: the unit is not called any more."""
         for call in self.calls:
             module = call.reference()
+            own = None if module is None else module.__dict__
             # The shortcut for nearly all calls.
-            if module is not None and module.__dict__.get(call.name) is call.own is call.covered is None:
-                module.__dict__[call.name] = call
+            if own is not None and call.name not in own and call.own is None and call.covered is None:
+                own[call.name] = call
             else:
                 call.put()
 
@@ -150,8 +151,9 @@ class InnerCalls:
         """Remove every stand-in: the unit is called, and calls the modules inside directly, also under a compiler."""
         for call in self.calls:
             module = call.reference()
-            if module is not None and module.__dict__.get(call.name) is call and call.own is None:
-                del module.__dict__[call.name]
+            own = None if module is None else module.__dict__
+            if own is not None and call.own is None and own.get(call.name) is call:
+                del own[call.name]
             else:
                 call.lift()
 
@@ -204,7 +206,7 @@ class UnitModule:
     calls: list[ForwardCall] = attrs.field(factory=list)
     """The module's running forward calls, the innermost last."""
     in_backward: bool = False
-    """Whether a backward pass computes gradients of the unit."""
+    """Whether a backward pass computes gradients of the unit, and it counts as a call."""
 
     def get(self, unit: str) -> nn.Module:
         """Return the module.
