@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Final, NoReturn, TextIO, TypeAlias
+from typing import Any, NoReturn, TextIO, TypeAlias
 
 from flatparam_files.disk.limits import without_collector
 
@@ -25,10 +25,6 @@ def exit_statuses(one: str = "") -> str:
     return "\n".join(["exit status:", *(f"  {status:4} {text}" for status, text in told.items() if text), ""])
 
 
-_REST: Final = (argparse.PARSER, argparse.REMAINDER)
-"""What takes all arguments from its place on."""
-
-
 class ArgumentsError(Exception):
     """The arguments do not say what to do."""
 
@@ -40,11 +36,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; argparse itself gives up if an option is between the optional path and the other."""
-        if self._mixes or any(each.nargs in _REST for each in self._get_positional_actions()):
+        if self._mixes:
             return super().parse_known_args(args, namespace)
         self._mixes = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
+        except TypeError:
+            # It has commands of its own, or takes all arguments from some place on.
+            return super().parse_known_args(args, namespace)
         finally:
             self._mixes = False
 
