@@ -100,7 +100,7 @@ class Recorder:
     pieces: list[Piece] = attrs.field(factory=list)
     heights: list[tuple[float, int]] = attrs.field(factory=list)
     clock: Callable[[], float] = time.perf_counter
-    _began: float = attrs.field(init=False)
+    _began: float = attrs.field(init=False, default=attrs.Factory(lambda self: self.clock(), takes_self=True))
     _in_use: int = 0
     _running: list[tuple[Unit, float]] = attrs.field(factory=list)
     """The units whose forward calls are running, with the time since which each computes."""
@@ -113,10 +113,6 @@ class Recorder:
     _line: int = 0
     _phase: tuple[str, float, float] | None = None
     """The phase of the step that is running, since when, and when something of it was last seen."""
-
-    @_began.default
-    def _now_is_zero(self) -> float:
-        return self.clock()
 
     def _now(self) -> float:
         return self.clock() - self._began

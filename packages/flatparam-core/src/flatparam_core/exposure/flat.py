@@ -139,12 +139,8 @@ class FlatExposure:
     """By index, the parts with a gradient that somebody has read and still has."""
     hides_shard: bool = False
     """Whether the owner does not register the flat parameter now."""
-    _followers: Followers = attrs.field()
+    _followers: Followers = attrs.Factory(lambda self: Followers(self.flat_param), takes_self=True)
     """The originals that outlived sharding."""
-
-    @_followers.default
-    def _make_followers(self) -> Followers:
-        return Followers(self.flat_param)
 
     @classmethod
     def attach(

@@ -125,13 +125,9 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
-    stride: tuple[int, ...] = attrs.field()
+    stride: tuple[int, ...] = attrs.Factory(lambda self: contiguous_stride(self.shape), takes_self=True)
     aliases: tuple[str, ...] = ()
     rule: LayoutRule = ELEMENT
-
-    @stride.default
-    def _row_major(self) -> tuple[int, ...]:
-        return contiguous_stride(self.shape)
 
     def __attrs_post_init__(self) -> None:
         if self.stride != contiguous_stride(self.shape) and (

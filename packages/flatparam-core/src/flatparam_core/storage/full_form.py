@@ -262,7 +262,7 @@ class FullForms:
     """The dtype of computation, unless somebody asks for full precision."""
     nbytes: tuple[int, int] = attrs.field(init=False)
     """The bytes of the full parameters in the dtype of computation, and in their own."""
-    current: FullForm = attrs.field()
+    current: FullForm = attrs.Factory(lambda self: self._new(self.dtype(full_precision=False)), takes_self=True)
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
 
@@ -288,10 +288,6 @@ class FullForms:
     @meshes.default
     def _look_for_meshes(self) -> Any:
         return next(filter(None, (getattr(n.get(PRESENTER), "meshes", None) for n in self.attributes)), None)
-
-    @current.default
-    def _in_compute_dtype(self) -> FullForm:
-        return self._new(self.dtype(full_precision=False))
 
     def _new(self, dtype: torch.dtype) -> FullForm:
         return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)

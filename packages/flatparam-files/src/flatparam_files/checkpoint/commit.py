@@ -37,14 +37,10 @@ class Committer:
     directory: CheckpointDirectory
     keep: int | None = None
     on_moment: OnMoment = nothing
-    lock: DirectoryLock = attrs.field()
+    lock: DirectoryLock = attrs.Factory(lambda self: DirectoryLock(self.directory.root), takes_self=True)
     _latest: tuple[int, str] | None = None
     _numbers: dict[int, int] = attrs.field(factory=dict)
     """By step, the number of its save; of the checkpoints that this committer knows."""
-
-    @lock.default
-    def _make_lock(self) -> DirectoryLock:
-        return DirectoryLock(self.directory.root)
 
     def prepare(self, step: int) -> Ticket:
         """Lock the directory, clear away what dead writers have left, and make the temporary directory.

@@ -34,12 +34,8 @@ class SteppedTensor:
     parameter: Tensor
     before: Mapping[str, Tensor]
     """The state before the step."""
-    state: dict[str, Any] = attrs.field()
+    state: dict[str, Any] = attrs.Factory(lambda self: dict(self.before), takes_self=True)
     """The state as the step leaves it."""
-
-    @state.default
-    def _copy(self) -> dict[str, Any]:
-        return dict(self.before)
 
 
 class Segment(Protocol):

@@ -56,7 +56,7 @@ class Unit:
     handles: tuple[FlatParamHandle, ...]
     held: UnitModule
     phase: Phase = Phase.IDLE
-    reducer: Reducer = attrs.field()
+    reducer: Reducer = attrs.Factory(lambda self: Reducer(self.plan.topology, sums=self.plan.sums), takes_self=True)
     """The reducer, which averages gradients and knows the flat parameters that wait for the next reduction."""
     links: Links = attrs.field(factory=Links)
     observers: Observers = attrs.field(factory=Observers)
@@ -64,10 +64,6 @@ class Unit:
     """The state of the full parameters outside of passes: of `summon_full_params`, and of gathers by a caller."""
     gather: Gather | None = None
     """The gather of the full parameters, from its issue until they are freed."""
-
-    @reducer.default
-    def _over_its_ranks(self) -> Reducer:
-        return Reducer(self.plan.topology, sums=self.plan.sums)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.phase.name}, {list(self.handles)!r})"

@@ -179,17 +179,27 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 def _with_clean_names(state_dict: Any) -> Any:
     """Return the state with the names of the unsharded model; FSDP1 saves `_orig_mod` in those of a compiled one."""
-    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    names = {name: clean_fqn(name) for name in state or () if isinstance(name, str)}
-    groups = state_dict.get("param_groups") if state is not None else None
-    for group in groups or ():
-        names.update((name, clean_fqn(name)) for name in group["params"] if isinstance(name, str))
-    if all(name == clean for name, clean in names.items()):
+    state, groups = _part(state_dict, "state", Mapping), _part(state_dict, "param_groups", list)
+    names = [*state, *(name for group in groups for name in _part(group, "params", list))]
+    clean = {name: clean_fqn(name) for name in names if isinstance(name, str)}
+    # What has another form is refused later, or is not looked at: another rank gives it.
+    if all(name == cleaned for name, cleaned in clean.items()):
         return state_dict
-    renamed = {**state_dict, "state": {names.get(key, key): value for key, value in (state or {}).items()}}
-    if groups is not None:
-        renamed["param_groups"] = [{**g, "params": [names.get(key, key) for key in g["params"]]} for g in groups]
-    return renamed
+    return {
+        **state_dict,
+        **({"state": {clean.get(key, key): value for key, value in state.items()}} if state else {}),
+        **(
+            {"param_groups": [{**g, "params": [clean.get(key, key) for key in g["params"]]} for g in groups]}
+            if groups
+            else {}
+        ),
+    }
+
+
+def _part(tree: Any, key: str, kind: type) -> Any:
+    """Return what `tree` has under `key`, or nothing if that is not of the kind."""
+    found = tree.get(key) if isinstance(tree, Mapping) else None
+    return found if isinstance(found, kind) else ()
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
