@@ -143,14 +143,14 @@ class Recomputed(nn.Module):
         return x + checkpoint(self.block, x * self.gain, use_reentrant=False)
 
 
-def train_recomputed(group: Collectives, library: str, how: str) -> list[Any]:
+def train_recomputed(group: Collectives, library: str, how: str, backend: str) -> list[Any]:
     """The losses, and the gradients of the inputs: each block was compiled, then checkpointed, and then made a unit."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: nn.Module = Model()
     kind = {"wrapper": CheckpointWrapper, "inside": Recomputed}[how]
     for at, block in enumerate(model.blocks):
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
         model.blocks[at] = kind(block)
     if library == "in place":
         for block in model.blocks:
@@ -179,15 +179,16 @@ def train_recomputed(group: Collectives, library: str, how: str) -> list[Any]:
     return found
 
 
-def train_all_recomputed(group: Collectives) -> dict[tuple[str, str], list[Any]]:
+def train_all_recomputed(group: Collectives, backend: str) -> dict[tuple[str, str], list[Any]]:
     cases = itertools.product(("nothing", "ours", "flat", "in place", "torch"), ("wrapper", "inside"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {(library, how): train_recomputed(group, library, how) for library, how in cases}
+        return {(library, how): train_recomputed(group, library, how, backend) for library, how in cases}
 
 
-def test_what_is_compiled_and_recomputed_inside_a_unit() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_what_is_compiled_and_recomputed_inside_a_unit(backend: str) -> None:
     """A compiled block is recomputed as it ran: the compiler saves the same tensors, in the same order."""
-    for found in run_processes(2, train_all_recomputed):
+    for found in run_processes(2, train_all_recomputed, backend):
         for (library, how), losses in found.items():
             assert losses == found["nothing", how], (library, how)
