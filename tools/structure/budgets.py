@@ -26,7 +26,7 @@ class Budget:
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_444, 4_500),
     "flatparam-comm": Budget(5_721, 5_500),
-    "flatparam-runtime": Budget(6_739, 5_500),
+    "flatparam-runtime": Budget(6_738, 5_500),
     "flatparam-state": Budget(4_922, 4_700),
     "flatparam": Budget(6_824, 6_000),
     "flatparam-clients": Budget(3_633, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(110, 110),
-    "lines": Budget(70_002, 52_000),
+    "lines": Budget(70_001, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),
@@ -60,7 +60,7 @@ FIGURES: Final[Mapping[str, Budget]] = {
     'messages with "is no"': Budget(0, 0),
     "messages under 20 characters": Budget(0, 0),
     "lines of docs over 120 columns": Budget(0, 0),
-    "fields of BackwardPass": Budget(13, 9),
+    "fields of BackwardPass": Budget(9, 9),
     "fields of UnitTree": Budget(11, 9),
     "facts reachable from Unit": Budget(64, 30),
     "collections of a backward pass by unit": Budget(2, 2),

@@ -12,9 +12,8 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import BufferPool, FlatParamError, OnDevice, tell_failure
+from flatparam_comm import FlatParamError, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
-from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.autograd import (
     call_at_end,
     compiles,
@@ -26,7 +25,7 @@ from flatparam_runtime.autograd import (
     will_run,
 )
 from flatparam_runtime.passes.freeing import Juncture, free
-from flatparam_runtime.passes.record import ForwardPass, Stage, UnitBackward
+from flatparam_runtime.passes.record import ForwardPass, PassTree, Stage, UnitBackward
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit import (
     BackwardOrder,
@@ -102,13 +101,9 @@ class BackwardPass:
     too. So the order of reductions is the same on every rank, even if ranks use different parameters of a unit.
     """
 
-    units: Sequence[Unit]
+    tree: PassTree
     forward: ForwardPass
     """The forward pass that is differentiated."""
-    fingerprint: Fingerprint
-    pool: BufferPool
-    on_end: Callable[[bool], None]
-    """Called at the end: whether gradients were reduced."""
     reductions: Reductions
     expected: dict[Unit, UnitBackward]
     """The units with a parameter that will get a gradient and that are not complete yet, the last to begin first."""
@@ -120,30 +115,19 @@ class BackwardPass:
     """Whether autograd has computed every gradient, so that nothing needs full parameters any more."""
     comparison: Comparison | None = None
     """The comparison of the ranks at the end."""
-    is_last: bool = False
-    """Whether, as far as is known, nobody has another graph for a backward pass to come."""
     callback: Callable[[], _EndOfBackward | None] = _no_callback
     """The callback, if the autograd run that this pass began in is still running: autograd alone holds it."""
 
     @classmethod
-    def begin(
-        cls,
-        units: Sequence[Unit],
-        forward: ForwardPass,
-        fingerprint: Fingerprint,
-        pool: BufferPool,
-        streams: OnDevice,
-        on_end: Callable[[bool], None],
-    ) -> Self:
+    def begin(cls, tree: PassTree) -> Self:
         """Return a pass for the autograd run that this thread is in."""
-        expected, run = {}, current_run()
-        for unit in sorted(units, key=forward.place, reverse=True):
+        forward, expected, run = tree.latest_forward, {}, current_run()
+        for unit in sorted(tree.units, key=forward.place, reverse=True):
             watches = leaf_watches(unit.handles)
             leaves = hooked_leaves_to_come(watches)
             if leaves or any([any(map(watch.will_arrive, watch.unhooked)) for _, _, watch in watches]):
                 expected[unit] = UnitBackward(unit, leaves, run)
-        reductions = Reductions(streams.runs_ahead)
-        current = cls(units, forward, fingerprint, pool, on_end, reductions, expected)
+        current = cls(tree, forward, Reductions(tree.streams.runs_ahead), expected)
         callback = _EndOfBackward(current.finish)
         current.callback = weakref.ref(callback)
         call_at_end(callback)
@@ -198,10 +182,10 @@ class BackwardPass:
                 unit.begin_unshard(full_precision=call.full_precision)
             if not (unit.plan.free_after_forward and any(each.call is None for each in self.expected.values())):
                 # Nothing more is gathered: gradients can have the pooled memory of full parameters.
-                self.pool.trim()
+                self.tree.pool.trim()
             for lender in unit.links.lenders:
                 # A lender in a different tree has its own pass.
-                if lender.observers.fingerprint is self.fingerprint and not self._is_active(lender):
+                if lender.observers.fingerprint is self.tree.fingerprint and not self._is_active(lender):
                     self._hook_the_rest(self._activate(lender))
             self._prefetch(unit, BackwardOrder.BEFORE_COMPUTE)
             if unit.plan.unshards_in_backward:
@@ -384,8 +368,9 @@ class BackwardPass:
     def _free(self, unit: Unit) -> None:
         """Free the full parameters, unless an active unit borrows some."""
         is_lent = not self.has_computed and any(map(self._is_active, unit.links.borrowers))
-        # The graph of a gradient may have full parameters.
-        is_computed = self.is_last and not torch.is_grad_enabled()
+        # Another graph, or that of a gradient, may have full parameters for a backward pass to come.
+        is_last = self.callback() is not None and len(self.tree.graphs) <= 1
+        is_computed = is_last and not torch.is_grad_enabled()
         free(unit, Juncture.COMPLETE, is_kept=is_lent, is_computed=is_computed)
 
     def _reduce_ready(self, *, all_of_them: bool = False) -> None:
@@ -413,25 +398,25 @@ class BackwardPass:
 
     def _finish(self) -> None:
         self.has_computed = True
-        for unit in self.units:
+        for unit in self.tree.units:
             # No hook reported the unit: its outputs hide their tensors.
             if not self._is_active(unit) and _has_gradients_left(unit):
                 self._activate(unit)
-        for unit in self.units:
+        for unit in self.tree.units:
             # Full parameters that were kept for the whole pass, prefetched in vain, or used in the forward pass only.
             if unit.gather is not None:
                 self._free(unit)
         for record in [each for each in self.records.values() if each.stage is Stage.ACTIVE]:
             self._complete(record)
         self._reduce_ready(all_of_them=True)
-        for unit in self.units:
+        for unit in self.tree.units:
             # The gradients were collected earlier, and this pass has not reached the unit.
             if unit.reducer.synchronises and unit.reducer.unsynced and unit.phase is Phase.IDLE:
                 self.reductions.issue(unit, unit.reducer.averaging(unit.handles))
         self.reductions.settle()
         if self.reductions.has_begun:
-            self.comparison = self.reductions.give_held(self.units, self.fingerprint)
-        self.on_end(self.reductions.has_begun)
+            self.comparison = self.reductions.give_held(self.tree.units, self.tree.fingerprint)
+        self.tree.end_backward(self.reductions.has_begun)
 
     def drop(self) -> None:
         """Drop everything after an exception; wait for the reductions in flight, since they own memory."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import attrs
 
-from flatparam_comm import Averaging, Transitions
+from flatparam_comm import Averaging, BufferPool, OnDevice, Transitions
+from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit import ForwardCall, LeafKey, Unit, WatchedHandle
 
 
@@ -65,6 +67,24 @@ def next_forward(before: Sequence[Unit], now: Sequence[Unit], depth: int) -> Seq
     if 0 <= place < len(before) and before[place] is now[place]:
         return before[place + 1 : place + 1 + depth]
     return ()
+
+
+class PassTree(Protocol):
+    """The tree of units that passes are of, as far as a backward pass knows it."""
+
+    units: tuple[Unit, ...]
+    fingerprint: Fingerprint
+    pool: BufferPool
+    streams: OnDevice
+    graphs: weakref.WeakSet[ForwardCall]
+    """The outermost calls whose graph somebody has for a backward pass to come."""
+
+    @property
+    def latest_forward(self) -> ForwardPass:
+        """Return the forward pass that is differentiated."""
+
+    def end_backward(self, synced: bool) -> None:
+        """Forget the backward pass, which has finished, and reduced gradients if `synced`."""
 
 
 class Stage(enum.Enum):

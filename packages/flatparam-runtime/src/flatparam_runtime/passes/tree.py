@@ -119,11 +119,8 @@ class UnitTree:
         """Return a new backward pass, while none is alive; only hooks that the autograd engine runs may call this."""
         self._look_at_comparison()
         self.pool.keeps = True
-        current = self._backward = BackwardPass.begin(
-            self.units, self.latest_forward, self.fingerprint, self.pool, self.streams, self.end_backward
-        )
-        current.is_last = len(self.graphs) <= 1
-        return current
+        self._backward = BackwardPass.begin(self)
+        return self._backward
 
     def end_backward(self, synced: bool) -> None:
         """Forget the backward pass, which has finished."""
@@ -233,10 +230,7 @@ class UnitTree:
         for unit in self.units:
             unit.reducer.unsynced.update(unit.trainable)
         self.pool.keeps = True
-        reductions = Reductions(self.streams.runs_ahead)
-        current = BackwardPass(
-            self.units, self.latest_forward, self.fingerprint, self.pool, self.end_backward, reductions, {}
-        )
+        current = BackwardPass(self, self.latest_forward, Reductions(self.streams.runs_ahead), {})
         self._backward = current
         current.finish()
 
