@@ -192,3 +192,44 @@ def test_what_is_compiled_and_recomputed_inside_a_unit(backend: str) -> None:
     for found in run_processes(2, train_all_recomputed, backend):
         for (library, how), losses in found.items():
             assert losses == found["nothing", how], (library, how)
+
+
+def train_outside(group: Collectives, library: str, how: str) -> list[float]:
+    """The norms of the inputs' gradients: parts of a unit are compiled, and called inside of checkpoints past the unit."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(2)))
+    # The wrapper is held: a unit dies with it.
+    owner: nn.Module = blocks
+    if library == "in place":
+        flatparam.fully_shard(blocks)
+    elif library != "nothing":
+        owner = flatparam.FullyShardedDataParallel(blocks, use_orig_params=library == "ours")
+    if how == "module":
+        blocks[1].compile(backend="aot_eager")
+        part: Callable[..., Any] = blocks[1]
+    else:
+        part = torch.compile(lambda x: blocks[1](blocks[0](x)), backend="aot_eager")
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        y = checkpoint(part, checkpoint(part, x, use_reentrant=False), use_reentrant=False)
+        y.square().mean().backward()
+        found.append(x.grad.norm().item())
+    assert owner.training
+    return found
+
+
+def train_all_outside(group: Collectives) -> dict[tuple[str, str], list[float]]:
+    cases = itertools.product(("nothing", "ours", "flat", "in place"), ("module", "function"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {(library, how): train_outside(group, library, how) for library, how in cases}
+
+
+def test_what_is_compiled_and_recomputed_outside_of_a_units_call() -> None:
+    """The same of modules of a unit that a program calls past the unit's own call."""
+    for found in run_processes(2, train_all_outside):
+        for (library, how), norms in found.items():
+            assert norms == found["nothing", how], (library, how)
