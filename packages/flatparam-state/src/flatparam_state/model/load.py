@@ -98,7 +98,7 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 
 _CHECKPOINTED: Final = "_checkpoint_wrapped_module."
-_COMPILED: Final = "_orig_mod"
+COMPILED: Final = "_orig_mod"
 """The name of the module that was compiled inside of one that `torch.compile` has returned; no saved name has it."""
 
 
@@ -180,7 +180,7 @@ class ModelLoad:
             if modules is None or owner in modules:
                 flat.setdefault(owner, {})[local_name(place.unit.handles.index(place.handle))] = place
         for module in {*named, *flat, *(modules or ())}:
-            if _COMPILED in module._modules:
+            if COMPILED in module._modules:
                 loading.watch(module, _name_what_is_compiled)
             loading.watch(module, functools.partial(loading._take, named.get(module, {}), flat.get(module, {})))
             loading._report_to(module)
@@ -217,7 +217,7 @@ class ModelLoad:
     ) -> None:
         for name, place in flat.items():
             # The hook of torch's wrapper for activation checkpointing has put its own name before that of its unit.
-            keys = (prefix + name, prefix + _CHECKPOINTED + name, f"{prefix}{_COMPILED}.{name}")
+            keys = (prefix + name, prefix + _CHECKPOINTED + name, f"{prefix}{COMPILED}.{name}")
             key = next((key for key in keys if key in state), None)
             if key is not None:
                 shard = place.handle.flat_param.detach()
@@ -335,7 +335,7 @@ class ModelLoad:
 
 def _name_what_is_compiled(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give the entries the names that torch expects inside of a module that `torch.compile` has returned."""
-    put_inside(state, prefix, _COMPILED)
+    put_inside(state, prefix, COMPILED)
 
 
 def put_inside(state: dict[str, Any], prefix: str, name: str) -> None:

@@ -17,7 +17,7 @@ from flatparam.wrapper.interior import Interior, TreeLoad, interior_of
 from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
 from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
-from flatparam_state.model.load import ModelLoad, put_inside
+from flatparam_state.model.load import COMPILED, ModelLoad, put_inside
 from flatparam_state.places import places_in, places_of
 from flatparam_state.ranks import refused_anywhere
 
@@ -100,7 +100,7 @@ def _after(wrapper: nn.Module, incompatible: Any) -> None:
     missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
     missing[:] = map(clean_fqn, own.really_missing(missing))
     unexpected[:] = map(clean_fqn, unexpected)
-    load.errors[:] = [error.replace(f"{FSDP_WRAPPED_MODULE}.", "").replace("_orig_mod.", "") for error in load.errors]
+    load.errors[:] = [each.replace(f"{FSDP_WRAPPED_MODULE}.", "").replace(f"{COMPILED}.", "") for each in load.errors]
     if load.outermost is not wrapper:
         return
     missing[:] = load.really_missing(missing)
