@@ -116,9 +116,8 @@ PROMISED: Final = {
 ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
     "FlatParamError": "methods of flat parameters raise it",
-    "gradient_divisors": "the rule by which reductions average, for hooks that take their place",
     "names_of": "a package promises names of add-ons by it",
-    "telling": "functions of a caller run in layers above, maybe with an error on one rank alone",
+    "SingleCollectives": "state without ranks is that of a world of one",
     "warn_caller": "warnings of every layer name the program's line",
     "Transitions": "the runtime's phases are a table of the same kind as the core's residencies",
 }

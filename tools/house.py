@@ -36,13 +36,13 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam-meshes",
     ),
     "flatparam-files": ("flatparam-core",),
-    "flatparam-checkpoint": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
+    "flatparam-checkpoint": ("flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-guard": ("flatparam-comm",),
     "flatparam-meshes": ("flatparam-core", "flatparam-comm", "flatparam-runtime", "flatparam"),
     "flatparam-onehost": ("flatparam-comm",),
     "flatparam-optim": ("flatparam-core", "flatparam-comm", "flatparam-runtime"),
     "flatparam-plan": (*LAYERS, "flatparam-files"),
-    "flatparam-publish": ("flatparam-runtime", "flatparam-state", "flatparam-files"),
+    "flatparam-publish": ("flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam-files"),
     "flatparam-sums": ("flatparam-comm", "flatparam-runtime"),
 }
 #: What each tool may import. Tools are for tests, ours and others': no package needs one to run.

@@ -24,9 +24,8 @@ from flatparam_comm import (
     shared_memory,
 )
 from flatparam_comm.testing import run_processes
-from flatparam_core import FlatParamError
+from flatparam_core import FlatParamError, all_thresholds
 from flatparam_optim import Adafactor, Muon, Shampoo
-from flatparam_runtime import all_thresholds
 from integration_tests.matrices.whole_cases import (
     HYBRID,
     Block,

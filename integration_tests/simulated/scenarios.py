@@ -145,7 +145,7 @@ def one_unit_ahead(site: Site) -> dict[str, Tensor]:
 
 
 def _threshold(name: str) -> Any:
-    from flatparam_runtime import all_thresholds
+    from flatparam_core import all_thresholds
 
     return next(each for each in all_thresholds() if each.name == name)
 

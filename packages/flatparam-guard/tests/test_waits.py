@@ -23,8 +23,8 @@ from flatparam_comm import (
     shared_memory,
     telling,
 )
-from flatparam_comm.process_group import c10d
 from flatparam_comm.testing import PATIENCE, run_processes
+from flatparam_guard import torch_groups
 from flatparam_guard.deadlocks import Deadlocks, stuck_among
 from flatparam_guard.waits import Stand, Wait, _wait_of_torchs
 
@@ -295,7 +295,7 @@ def _destroys(comm: ProcessGroupCollectives) -> None:
     group = dist.new_group([0])
     # As in torch's own file, a frame that has the group, for as long as `destroy_process_group` runs and after.
     known: dict[str, Any] = {"frame": sys._getframe}
-    exec(compile("def call(group):\n    return frame()", c10d.source_file(), "exec"), known)
+    exec(compile("def call(group):\n    return frame()", torch_groups.source_file(), "exec"), known)
     frame = known["call"](group)
     found = _wait_of_torchs(frame)
     assert found is not None

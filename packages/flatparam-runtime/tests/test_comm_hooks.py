@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from flatparam_comm import (
     ByteLedger,
     Collectives,
+    CommHooks,
+    HookStage,
     RecordingCollectives,
     SingleCollectives,
     Topology,
 )
 from flatparam_comm.testing import rectangle
-from flatparam_runtime import CommHooks, HookStage, no_sync, units_in
+from flatparam_runtime import no_sync, units_in
 
 from .models import Stack, batch
 from .worlds import (

@@ -20,12 +20,13 @@ from flatparam_checkpoint.load.prepared_model import LoadOptions
 from flatparam_checkpoint.save.after_failure import save_after_failure
 from flatparam_checkpoint.save.save_session import Saver
 from flatparam_checkpoint.save.subject import Subject
+from flatparam_comm import CommError, telling
 from flatparam_files import CheckpointError, OnMoment
 from flatparam_files.checkpoint.commit import Committer
 from flatparam_files.checkpoint.directory import CheckpointDirectory, nothing
 from flatparam_files.checkpoint.fields import check_step
 from flatparam_files.disk.system import AnyPath
-from flatparam_runtime import CommError, ExchangesValues, FlatParamError, telling
+from flatparam_runtime import ExchangesValues, FlatParamError
 from flatparam_state.optimizer import holding_parts
 from flatparam_state.ranks import ranks_of
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from flatparam_comm import Collectives, resolve_topology
-from flatparam_runtime import gradient_divisors
+from flatparam_comm import Collectives, gradient_divisors, resolve_topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

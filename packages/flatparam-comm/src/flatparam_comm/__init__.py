@@ -17,11 +17,10 @@ from flatparam_comm.collectives import (
     TakesParts,
     takes_parts,
 )
-from flatparam_comm.decorators.compressed import CompressedCollectives
 from flatparam_comm.decorators.faults import Delay, Fault, FaultyCollectives, Kill, Raise
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
-from flatparam_comm.decorators.hooked import CommHook, HookedCollectives, SilentCollectives
 from flatparam_comm.decorators.ledger import ByteLedger, RecordingCollectives, Totals, Transfer, sent_nbytes
+from flatparam_comm.decorators.replacing import CommHook, CompressedCollectives, HookedCollectives, SilentCollectives
 from flatparam_comm.errors import (
     CollectiveError,
     CommError,
@@ -68,7 +67,6 @@ from flatparam_core import (
     FlatParamHandle,
     Flattening,
     Fragment,
-    FullForm,
     LayoutRule,
     ParamSpec,
     Precision,
@@ -76,7 +74,6 @@ from flatparam_core import (
     Span,
     Threshold,
     Transitions,
-    all_thresholds,
     clean_fqn,
     discover,
     each_module,
@@ -106,12 +103,10 @@ __all__ = [
     "acting_as",
     "streams_of",
     "gradient_divisors",
-    "FullForm",
     "GroupMonitor",
     "Guard",
     "LayoutRule",
     "Threshold",
-    "all_thresholds",
     "warn_caller",
     "COMPLETED",
     "FLAT_PARAM",

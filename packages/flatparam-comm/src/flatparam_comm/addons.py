@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -50,3 +52,9 @@ def module_behind(seam: str, name: str, ours: str) -> Any:
     for point in entry_points(group=seam, name=name):
         return point.load()
     return None if importlib.util.find_spec(ours) is None else importlib.import_module(ours)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Warn in the log of this package, once in a process, as of an add-on that is missing."""
+    logging.getLogger("flatparam_comm").warning(text)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
 
-from flatparam_comm.addons import module_behind
+from flatparam_comm.addons import module_behind, say_once
+from flatparam_comm.checks import Site
 from flatparam_comm.collectives import Collectives, ExchangesValues
 from flatparam_comm.errors import CollectiveError, CommError
 from flatparam_comm.process_group import c10d
-from flatparam_comm.refusals import Site
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,10 @@ T = TypeVar("T")
 Wait = tuple[Any, int, str, str]
 """A wait for other ranks: the monitor of its group, the collective's number there, its operation and its label."""
 
-_LOG: Final = logging.getLogger("flatparam_comm")
+_UNGUARDED: Final = (
+    "flatparam-guard is not installed: if a rank fails, those that wait for it learn nothing before the time limit of "
+    "their process group; pip install flatparam-guard"
+)
 
 
 class GroupMonitor(Protocol):
@@ -167,16 +169,8 @@ def monitor_of(
     found = guard()
     if found is not None:
         return found.monitor_of(group, transport, exchange)
-    _say_what_is_missing()
+    say_once(_UNGUARDED)
     return _Unguarded()
-
-
-@functools.cache
-def _say_what_is_missing() -> None:
-    _LOG.warning(
-        "flatparam-guard is not installed: if a rank fails, those that wait for it learn nothing before the time limit "
-        "of their process group; pip install flatparam-guard"
-    )
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_comm.errors import told_by_ranks
-from flatparam_comm.process_group import groups
+from flatparam_guard import torch_groups
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay_settings import RelaySettings
@@ -108,9 +108,9 @@ class Stands:
             if wait.is_torchs and wait.group in failure.diverged:
                 text = "rank %d: %s cannot be completed, rank %d failed first %s"
                 _LOGGER.error(text, self._rank, wait.text, failure.culprit, failure.as_cause())
-                group = groups.group_named(wait.group)
+                group = torch_groups.group_named(wait.group)
                 if group is not None:
-                    groups.stop_waiting(group)
+                    torch_groups.stop_waiting(group)
 
 
 # The ranks that wait for each other for ever, as the rank finds them that passes on what each one says.

@@ -17,7 +17,8 @@ import torch
 from flatparam_comm.checks import Site
 from flatparam_comm.errors import CollectiveError, CommError, MismatchError, PeerError
 from flatparam_comm.guarding import backend_error
-from flatparam_comm.process_group import c10d, groups
+from flatparam_comm.process_group import groups
+from flatparam_guard import torch_groups
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.positions import Board, Offer, Page, Position, Standing, Standings, code_of
@@ -272,7 +273,7 @@ class GroupCalls:
         group = self._group()
         if group is None or self.name != groups.name_of(group):
             return 0
-        return c10d.count_of(group) - (self.begun - number)
+        return torch_groups.count_of(group) - (self.begun - number)
 
     @property
     def failures(self) -> int:
@@ -334,7 +335,7 @@ class GroupCalls:
         """Make gloo give up every collective of the group that is under way."""
         group = self._group()
         if group is not None and self._goes_through_gloo:
-            groups.stop_waiting(group)
+            torch_groups.stop_waiting(group)
 
     def error_of(self, site: Site, error: Exception, *, waited: bool) -> CommError:
         """The error to raise for one of the backend: what a peer's failure has made of it, or what it says itself.

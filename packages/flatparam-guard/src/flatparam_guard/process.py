@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import attrs
 
 from flatparam_comm.process_group import groups
+from flatparam_guard import torch_groups
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
 from flatparam_guard.relay import Relay
@@ -102,7 +103,7 @@ def _calls_of(group: ProcessGroup, transport: str = "") -> GroupCalls:
             with contextlib.suppress(Exception):
                 relay = _relay_for(group)
             name = "" if relay is None else f"{groups.name_of(group)} {transport}".rstrip()
-            is_gloo = not transport and groups.is_between_processes(group) and groups.cpu_backend(group) == "gloo"
+            is_gloo = not transport and torch_groups.is_between_processes(group) and groups.cpu_backend(group) == "gloo"
             board = None if relay is None else relay.board
             found = by_transport[transport] = GroupCalls(group, name, relay, board, goes_through_gloo=is_gloo)
             if relay is not None:
@@ -115,7 +116,7 @@ def _relay_for(group: ProcessGroup) -> Relay | None:
     if not _SETTING.is_on:
         _end()
         return None
-    if group.size() < 2 or not groups.is_between_processes(group):
+    if group.size() < 2 or not torch_groups.is_between_processes(group):
         return None
     world = groups.default_group()
     if world is None:

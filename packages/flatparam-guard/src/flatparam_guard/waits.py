@@ -18,7 +18,8 @@ import attrs
 import torch
 
 from flatparam_comm.errors import describe_call, told_by_ranks, told_ranks
-from flatparam_comm.process_group import c10d, groups
+from flatparam_comm.process_group import groups
+from flatparam_guard import torch_groups
 from flatparam_guard.activity import ACTIVITY
 from flatparam_guard.failure import FailureReport
 from flatparam_guard.group_calls import GroupCalls
@@ -116,7 +117,7 @@ class WaitWatch:
             self._key,
             tuple(wait for _, wait in found or ()),
             counts,
-            {name: c10d.count_of(group) for group, name in c10d.known_groups()},
+            {name: torch_groups.count_of(group) for group, name in torch_groups.known_groups()},
             None if found else failure,
         )
 
@@ -152,21 +153,21 @@ def _wait_of_ours(mark: tuple[Any, int, str, str], calls: list[GroupCalls]) -> t
 
 def _wait_of_torchs(frame: FrameType) -> tuple[object, Wait] | None:
     """Return the call of torch's own that a thread with this innermost frame waits in, with a mark of it."""
-    if frame.f_code.co_filename != c10d.source_file():
+    if frame.f_code.co_filename != torch_groups.source_file():
         return None
     name = frame.f_code.co_name
     if name in _MAKING or (frame.f_back is not None and frame.f_back.f_code.co_name in _MAKING):
         return _wait_of_new_group(frame)
     if name in _BETWEEN_TWO or "group" not in frame.f_code.co_varnames:
         return None
-    group = groups.group_or_default(frame.f_locals.get("group"))
+    group = torch_groups.group_or_default(frame.f_locals.get("group"))
     if group is None:
         return None
     try:
         members = tuple(groups.members_of(group))
     except (KeyError, ValueError):  # somebody is destroying it, maybe in this very call
         return None
-    key, number = groups.name_of(group), c10d.count_of(group)
+    key, number = groups.name_of(group), torch_groups.count_of(group)
     where = f"torch.distributed.{name}(), called at {_place_of(frame)}"
     return (id(frame), key, number), Wait(key, number, members, where, is_torchs=True, at=number)
 

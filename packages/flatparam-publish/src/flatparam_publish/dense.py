@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from flatparam_comm import telling
 from flatparam_files import TensorFileWriter, TensorInfo
 from flatparam_files.formats.hugging_face import INDEX_FILE, divided, encode_index
 from flatparam_files.formats.output import SparseFile, appearing, check_new
@@ -20,7 +21,7 @@ from flatparam_publish.channel import Channel
 from flatparam_publish.gathering import PUBLISH_NBYTES, Pair, full_tensors
 from flatparam_publish.publish_error import agree_to_publish, all_or_error
 from flatparam_publish.publisher import Publisher
-from flatparam_runtime import Topology, telling
+from flatparam_runtime import Topology
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.ranks import all_of, topology_of
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from flatparam_comm import telling
 from flatparam_files.disk.progress import progress_bar
 from flatparam_publish.catalogue import Catalogue, PublishedTensor, ReceiverNames, published_tensors
 from flatparam_publish.channel import Channel, Frames, NewVersion, VersionId
@@ -18,7 +19,7 @@ from flatparam_publish.encoding import bits_of, changes, values
 from flatparam_publish.gathering import PUBLISH_NBYTES
 from flatparam_publish.publish_error import agree_to_publish
 from flatparam_publish.slicing import Part, Slicing
-from flatparam_runtime import Threshold, telling
+from flatparam_runtime import Threshold
 from flatparam_state.at_rest import bring_to_rest
 from flatparam_state.model_tensors import ModelTensor
 from flatparam_state.ranks import all_of

@@ -12,7 +12,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import FlatParamError, UnitTree, no_sync, telling, tree_of, units_in
+from flatparam_comm import telling
+from flatparam_runtime import FlatParamError, UnitTree, no_sync, tree_of, units_in
 from flatparam_sums.exact import ExactSums
 from flatparam_sums.following import HAS_ENDED, Following
 from flatparam_sums.weighing import MOST, Weighing, told, understood

@@ -42,6 +42,7 @@ from flatparam.state import form_settings, load_hooks, optimizer, saving
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy
 from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.interior import Interior, inner_module, wrappers_in
+from flatparam_comm import HookStage
 from flatparam_core import FSDP_WRAPPED_MODULE, FlatParameter
 from flatparam_runtime import Nonfinite
 from flatparam_state import offload, onload
@@ -376,7 +377,7 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def register_comm_hook(
-        self, state: object, hook: Callable[..., Any] | None, *, stage: runtime.HookStage = "reduce"
+        self, state: object, hook: Callable[..., Any] | None, *, stage: HookStage = "reduce"
     ) -> None:
         """Call `hook` instead of a collective of this unit and of all units inside.
 

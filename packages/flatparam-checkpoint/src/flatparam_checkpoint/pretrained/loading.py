@@ -27,9 +27,10 @@ from flatparam_checkpoint.pretrained.making import (
     unknown_parameters,
 )
 from flatparam_checkpoint.pretrained.read import read_pretrained
+from flatparam_comm import telling
 from flatparam_files import CheckpointError
 from flatparam_files.disk.progress import progress_bar
-from flatparam_runtime import ExchangesValues, Topology, clean_fqn, resolve_topology, telling, units_in
+from flatparam_runtime import ExchangesValues, Topology, clean_fqn, resolve_topology, units_in
 from flatparam_state.forms.deferred import ValuesLater
 from flatparam_state.ranks import all_of, topology_of
 

@@ -9,9 +9,10 @@ from typing import Any, Final, final
 import attrs
 
 from flatparam_checkpoint.save.save_session import Saver
+from flatparam_comm import survivors_of
 from flatparam_files import CheckpointError
 from flatparam_files.checkpoint.fields import check_step
-from flatparam_runtime import Collectives, ExchangesValues, survivors_of
+from flatparam_runtime import Collectives, ExchangesValues
 
 _HINT: Final = "resume from the latest checkpoint"
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
-from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending, ReduceOp
+from flatparam_comm.collectives import Collectives
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 
 
@@ -88,53 +87,10 @@ class FaultyCollectives(ForwardingCollectives):
         self._outer_rank = inner.rank
         self._sleep = sleep
 
-    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """Let faults strike, then gather."""
-        self._strike("all_gather", label)
-        return self.inner.all_gather(output, shard, label=label)
-
-    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """Let faults strike, then reduce and scatter."""
-        self._strike("reduce_scatter", label)
-        return self.inner.reduce_scatter(output, full, op=op, label=label)
-
-    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """Let faults strike, then reduce."""
-        self._strike("all_reduce", label)
-        return self.inner.all_reduce(tensor, op=op, label=label)
-
-    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """Let faults strike, then broadcast."""
-        self._strike("broadcast", label)
-        return self.inner.broadcast(tensor, root=root, label=label)
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        given: Tensor,
-        *,
-        output_numels: Sequence[int],
-        given_numels: Sequence[int],
-        label: str = "",
-    ) -> Pending:
-        """Let faults strike, then give each rank its elements."""
-        self._strike("all_to_all", label)
-        return self.inner.all_to_all(output, given, output_numels=output_numels, given_numels=given_numels, label=label)
-
-    def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Let faults strike, then exchange values."""
-        self._strike("exchange", label)
-        return self.inner.exchange(value, label=label)
-
-    def barrier(self, *, label: str = "") -> None:
-        """Let faults strike, then wait for every rank."""
-        self._strike("barrier", label)
-        self.inner.barrier(label=label)
-
-    def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
-        """Let faults strike, then make a group that continues the count."""
-        self._strike("subgroup", "")
-        return super().subgroup(ranks)
+    def _call(self, name: str, /, *args: Any, **options: Any) -> Any:
+        """Let faults strike, then go on."""
+        self._strike(name, options.get("label", ""))
+        return super()._call(name, *args, **options)
 
     def _decorate(self, inner: Collectives) -> Collectives:
         made = FaultyCollectives(inner, self.faults, sleep=self._sleep)

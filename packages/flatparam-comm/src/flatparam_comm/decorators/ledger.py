@@ -20,14 +20,14 @@ needed, so that plans can be compared on any engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable
+from typing import Any, Final, final
 
 import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
+from flatparam_comm.collectives import Collectives, Parts, Pending, TakesParts, takes_parts
 from flatparam_comm.decorators.forwarding import ForwardingCollectives
 
 
@@ -150,6 +150,10 @@ def _rounded_up(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
+_FULL: Final = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 0, "broadcast": 0}
+"""By collective, the place of the full buffer among its arguments."""
+
+
 @final
 class RecordingCollectives(ForwardingCollectives):
     """Wrap collectives in this to record every data-plane call in `ledger`, once the engine has accepted it.
@@ -165,17 +169,16 @@ class RecordingCollectives(ForwardingCollectives):
         super().__init__(inner)
         self.ledger = ledger
 
-    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
-        """Gather, and record the bytes of `output`."""
-        pending = self.inner.all_gather(output, shard, label=label)
-        self._record("all_gather", label, output)
-        return pending
-
-    def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """Reduce and scatter, and record the bytes of `full`."""
-        pending = self.inner.reduce_scatter(output, full, op=op, label=label)
-        self._record("reduce_scatter", label, full)
-        return pending
+    def _call(self, name: str, /, *args: Any, **options: Any) -> Any:
+        """Do it, and record what of its tensors this rank sends."""
+        done = super()._call(name, *args, **options)
+        if name == "all_to_all":
+            given: Tensor = args[1]
+            sent = (given.numel() - options["given_numels"][self.rank]) * given.itemsize
+            self.ledger.record(Transfer(name, options["label"], given.dtype, given.nbytes, sent))
+        elif name in _FULL:
+            self._record(name, options["label"], args[_FULL[name]], options.get("root", 0))
+        return done
 
     @property
     def reduce_scatter_parts(self) -> Callable[..., Pending]:
@@ -187,35 +190,6 @@ class RecordingCollectives(ForwardingCollectives):
     def _reduce_scatter_parts(self, inner: TakesParts, output: Tensor, full: Parts, *, label: str = "") -> Pending:
         pending = inner.reduce_scatter_parts(output, full, label=label)
         self._record("reduce_scatter", label, full)
-        return pending
-
-    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
-        """Reduce, and record the bytes of `tensor`."""
-        pending = self.inner.all_reduce(tensor, op=op, label=label)
-        self._record("all_reduce", label, tensor)
-        return pending
-
-    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
-        """Broadcast, and record the bytes of `tensor` and the root."""
-        pending = self.inner.broadcast(tensor, root=root, label=label)
-        self._record("broadcast", label, tensor, root)
-        return pending
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        given: Tensor,
-        *,
-        output_numels: Sequence[int],
-        given_numels: Sequence[int],
-        label: str = "",
-    ) -> Pending:
-        """Give ranks their elements, and record what this rank gets."""
-        pending = self.inner.all_to_all(
-            output, given, output_numels=output_numels, given_numels=given_numels, label=label
-        )
-        sent = (given.numel() - given_numels[self.rank]) * given.itemsize
-        self.ledger.record(Transfer("all_to_all", label, given.dtype, given.nbytes, sent))
         return pending
 
     def _decorate(self, inner: Collectives) -> Collectives:

@@ -8,7 +8,6 @@ when it is called, so that importing this package works on a torch that was buil
 | --- | --- | --- |
 | `ProcessGroup._get_backend` | the backend for one kind of device | an error that names it |
 | `Backend.Options._timeout` | the time limit of a group's collectives | subgroups wait for torch's 30 minutes |
-| `ProcessGroupGloo.Options._devices` | how many connections gloo has to a peer | the first one is closed |
 | `distributed_c10d._process_group_name` | how torch names a group | an error that names it |
 | `distributed_c10d._get_split_source` | what communicators are split from | groups in groups may wait for all |
 """
@@ -120,30 +119,6 @@ def time_limit_of(backend: Any) -> timedelta | None:
     """The time limit of a backend's collectives, which has no public getter; None if the backend does not tell it."""
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
-
-
-def connections_of(backend: Any) -> int:
-    """Return the number of connections that a backend of gloo has to each peer; the tag of a message chooses one."""
-    return len(getattr(getattr(backend, "options", None), "_devices", [None]))
-
-
-def source_file() -> str:
-    """Return the file of torch's collectives."""
-    return str(dist.distributed_c10d.__file__)
-
-
-def count_of(group: ProcessGroup) -> int:
-    """Return the collectives that this process has issued on a group, as torch counts them; 0 if it does not."""
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch does not declare it
-    except (AttributeError, RuntimeError):
-        return 0
-
-
-def known_groups() -> list[tuple[ProcessGroup, str]]:
-    """Return the groups that this process is in, with their names."""
-    names: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
-    return [(group, str(name)) for group, name in [*names.items()] if isinstance(group, dist.ProcessGroup)]
 
 
 def call_with_default_group(call: Callable[[], None]) -> None:

@@ -7,10 +7,8 @@ have made different groups before, they would wait for groups of different names
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -20,9 +18,7 @@ import torch.distributed as dist
 from flatparam_comm.process_group.c10d import (
     all_gather,
     backend_of,
-    connections_of,
     first_of,
-    known_groups,
     making_apart,
     time_limit_of,
 )
@@ -33,9 +29,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-#: The backends whose groups are of several processes.
-_BETWEEN_PROCESSES: Final = ("gloo", "nccl", "xccl", "mpi", "ucc")
-
 
 def default_group() -> ProcessGroup | None:
     """torch's default process group, or None if there is none (yet)."""
@@ -44,25 +37,9 @@ def default_group() -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def group_or_default(found: object) -> ProcessGroup | None:
-    """Return the group that a call of torch is about which was given this one, or none."""
-    return found if isinstance(found, dist.ProcessGroup) else default_group()
-
-
-def group_named(name: str) -> ProcessGroup | None:
-    """Return the group of this process with this name; None if there is none."""
-    return next((group for group, each in known_groups() if each == name), None)
-
-
 def name_of(group: ProcessGroup) -> str:
     """Return the name of a group, which is the same on all of its ranks."""
     return str(group.group_name)
-
-
-def is_between_processes(group: ProcessGroup) -> bool:
-    """Return whether the group's backends connect processes: others, such as a fake one, only stand for groups."""
-    config = str(first_of("get_backend_config")(group))
-    return any(backend in config for backend in _BETWEEN_PROCESSES)
 
 
 def store_of(group: ProcessGroup, prefix: str, timeout: timedelta) -> Any:
@@ -78,23 +55,6 @@ def store_of(group: ProcessGroup, prefix: str, timeout: timedelta) -> Any:
 def served_store_of(group: ProcessGroup) -> Any:
     """The group's store itself, whose server may live in this process, and ends with it; None if there is none."""
     return group.get_group_store() if hasattr(group, "get_group_store") else None
-
-
-def stop_waiting(group: ProcessGroup) -> None:
-    """Make everything that this process waits for on a gloo group fail at once; the group is of no use any more.
-
-    gloo has no call for this, and ignores `abort` and `shutdown`. But if a receive times out, it closes all of the
-    group's connections. A receive from a rank that has closed its own connection does not time out, so each rank is
-    tried. For a different backend nothing happens.
-    """
-    if cpu_backend(group) != "gloo":
-        return
-    backend = backend_of(group, torch.device("cpu"))
-    peers = [rank for rank in range(group.size()) if rank != group.rank()]
-    for tag, peer in itertools.product(range(connections_of(backend)), peers):
-        # The error is the timeout; or the connection was closed before.
-        with suppress(RuntimeError):
-            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
 
 
 def cpu_backend(group: ProcessGroup) -> str:

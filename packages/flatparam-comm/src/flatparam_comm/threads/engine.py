@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -103,37 +104,25 @@ class ThreadCollectives:
         """Meet the other threads, and copy every rank's shard."""
         site = checks.site_of(self, "all_gather", label)
         checks.check_all_gather(site, output, shard)
-        late = self._world.deliver_late
-        return self._move(Cargo(site, shard, output), "", lambda cargoes: stage_all_gather(cargoes, late=late))
+        return self._move(Cargo(site, shard, output), "", stage_all_gather)
 
     def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Meet the other threads, and add in rank order, in the dtype of `full`."""
         site = checks.site_of(self, "reduce_scatter", label)
         checks.check_reduce_scatter(site, output, full, op)
-        late = self._world.deliver_late
-        return self._move(
-            Cargo(site, full, output), op.value, lambda cargoes: stage_reduction(cargoes, op, scatter=True, late=late)
-        )
+        return self._move(Cargo(site, full, output), op.value, partial(stage_reduction, op=op, scatter=True))
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Meet the other threads, and add in rank order, in the tensor's dtype."""
         site = checks.site_of(self, "all_reduce", label)
         checks.check_all_reduce(site, tensor, op)
-        late = self._world.deliver_late
-        return self._move(
-            Cargo(site, tensor, tensor),
-            op.value,
-            lambda cargoes: stage_reduction(cargoes, op, scatter=False, late=late),
-        )
+        return self._move(Cargo(site, tensor, tensor), op.value, partial(stage_reduction, op=op, scatter=False))
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Meet the other threads, and copy the tensor of `root`."""
         site = checks.site_of(self, "broadcast", label)
         checks.check_broadcast(site, tensor, root)
-        late = self._world.deliver_late
-        return self._move(
-            Cargo(site, tensor, tensor), f"root {root}", lambda cargoes: stage_broadcast(cargoes, root, late=late)
-        )
+        return self._move(Cargo(site, tensor, tensor), f"root {root}", partial(stage_broadcast, root=root))
 
     def all_to_all(
         self,
@@ -147,9 +136,8 @@ class ThreadCollectives:
         """Meet the other threads, and copy what each gives this rank."""
         site = checks.site_of(self, "all_to_all", label)
         checks.check_all_to_all(site, output, given, output_numels, given_numels)
-        late = self._world.deliver_late
         cargo = Cargo(site, given, output, tuple(given_numels), tuple(output_numels))
-        return self._move(cargo, "", lambda cargoes: stage_all_to_all(cargoes, late=late))
+        return self._move(cargo, "", stage_all_to_all)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Meet the other threads; values are pickled and unpickled, so no rank gets another's object."""
@@ -174,7 +162,7 @@ class ThreadCollectives:
         self._world.baton.check_thread(self._world_rank, "sleep", "")
         self._world.baton.pause(self._world_rank, seconds)
 
-    def _move(self, cargo: Cargo, detail: str, stage: Callable[[Sequence[Cargo]], Staged]) -> Pending:
+    def _move(self, cargo: Cargo, detail: str, stage: Callable[..., Staged]) -> Pending:
         """Post a data-plane call. `stage` computes the results, on the rank that posts last."""
         source = cargo.source
         call = MeetingCall(
@@ -186,6 +174,7 @@ class ThreadCollectives:
             device=str(source.device),
             detail=detail,
         )
+        stage = partial(stage, late=self._world.deliver_late)
         meeting = self._post(
             Post(call, cargo), lambda posts: stage([post.cargo for post in posts if post.cargo is not None])
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeGuard
 import attrs
 import torch.distributed as dist
 
+from flatparam_comm.addons import say_once
 from flatparam_comm.collectives import Collectives
 from flatparam_comm.hosts import host_identity
 from flatparam_comm.process_group import groups
@@ -18,9 +19,9 @@ from flatparam_comm.single import HasRanks, RanksOnly, SingleCollectives
 from flatparam_comm.threads.current import current_collectives
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.topology.transports import (
+    UNSHARED,
     CannotShareError,
     as_process_group,
-    say_what_is_missing,
     shared_memory_transport,
 )
 
@@ -106,7 +107,7 @@ def _shared_if_possible(group: Collectives) -> Collectives:
     if not isinstance(group, ProcessGroupCollectives):
         return group
     if transport is None:
-        say_what_is_missing()
+        say_once(UNSHARED)
         return group
     try:
         return transport.connected(group)

@@ -6,7 +6,6 @@ The entry points `flatparam.transports` name them. `"shared_memory"` is that of 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch.distributed as dist
@@ -18,7 +17,11 @@ from flatparam_comm.process_group.engine import ProcessGroupCollectives
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_LOG: Final = logging.getLogger("flatparam_comm")
+UNSHARED: Final = (
+    "flatparam-onehost is not installed: the ranks of one host use the backend of their process group instead of "
+    "shared memory; pip install flatparam-onehost"
+)
+"""The warning if ranks of one host cannot share memory."""
 
 
 class CannotShareError(ValueError):
@@ -54,15 +57,6 @@ def shared_memory_transport() -> Transport | None:
     """Return the transport through shared memory, imported on the first call; None if none is installed."""
     found: Transport | None = module_behind("flatparam.transports", "shared_memory", "flatparam_onehost")
     return found
-
-
-@functools.cache
-def say_what_is_missing() -> None:
-    """Say once, in the log, that ranks of one host cannot share memory."""
-    _LOG.warning(
-        "flatparam-onehost is not installed: the ranks of one host use the backend of their process group instead of "
-        "shared memory; pip install flatparam-onehost"
-    )
 
 
 def as_process_group(group: ProcessGroup | Collectives) -> ProcessGroupCollectives:

@@ -117,13 +117,7 @@ class NoStreams:
         """Copy in order with all other work."""
         return nullcontext(Copies())
 
-    def downloading(self) -> AbstractContextManager[Copies]:
-        """Copy in order with all other work."""
-        return nullcontext(Copies())
-
-    def aside(self) -> AbstractContextManager[Copies]:
-        """Copy in order with all other work."""
-        return nullcontext(Copies())
+    downloading = aside = uploading
 
     def wait_for_uploads(self) -> None:
         """Do nothing."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from flatparam.addons import load
 from flatparam.wrapper.interior import unit_inside
-from flatparam_runtime import FlatParamError, HookStage, Unit
+from flatparam_comm import HookStage
+from flatparam_runtime import FlatParamError, Unit
 
 _SUMS: Final = "flatparam_sums"
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from flatparam_comm import ProcessGroupCollectives
-from flatparam_comm.process_group.groups import stop_waiting
 from flatparam_comm.testing import PATIENCE, run_processes
+from flatparam_guard.torch_groups import stop_waiting
 
 pytestmark = pytest.mark.processes
 
