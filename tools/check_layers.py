@@ -116,6 +116,7 @@ PROMISED: Final = {
 ALSO_PASSED_ON: Final = {
     "each_module": "walks modules as the core does, where torch's own generator is too slow",
     "FlatParamError": "methods of flat parameters raise it",
+    "module_behind": "a layer finds the module behind a seam by it",
     "names_of": "a package promises names of add-ons by it",
     "SingleCollectives": "state without ranks is that of a world of one",
     "warn_caller": "warnings of every layer name the program's line",

@@ -51,7 +51,8 @@ def module_behind(seam: str, name: str, ours: str) -> Any:
     """
     for point in entry_points(group=seam, name=name):
         return point.load()
-    return None if importlib.util.find_spec(ours) is None else importlib.import_module(ours)
+    is_here = importlib.util.find_spec(ours.partition(".")[0]) is not None
+    return importlib.import_module(ours) if is_here else None
 
 
 @functools.cache

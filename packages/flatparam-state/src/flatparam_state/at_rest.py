@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
@@ -77,51 +77,29 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 raise FlatParamError(f"{type(optimizer).__name__}.step(): {reasons[-1]}")
 
 
-class Home(Protocol):
-    """Where a model keeps one tensor. The tensor may have been moved since the last look, but not reshaped."""
-
-    @property
-    def name(self) -> str:
-        """The name of the tensor in the unsharded model; of a shard, its first and its last."""
-        ...
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether it is a buffer."""
-        ...
-
-    def now(self) -> Tensor:
-        """Return the tensor as it is now, detached: writing to it changes the model."""
-        ...
-
-    def give(self, data: Tensor) -> None:
-        """Have the model use the memory of `data` (same shape and device) from now on."""
-        ...
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters in this memory, which may have a `.grad`."""
-        ...
-
-
 @final
 @attrs.frozen(eq=False)
 class _ShardHome:
     """A flat parameter, of which this rank has one shard."""
 
     name: str
+    """The names of its first and its last parameter in the unsharded model."""
     handle: FlatParamHandle
     is_buffer: bool = False
 
     def now(self) -> Tensor:
+        """Return the tensor as it is now, detached: writing to it changes the model."""
         self.handle.take_over()
         return self.handle.flat_param.detach()
 
     def give(self, data: Tensor) -> None:
+        """Have the model use the memory of `data` (same shape and device) from now on."""
         self.handle.flat_param.data = data
         # The handle looks where it is now.
         self.handle.stamp()
 
     def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters in this memory, which may have a `.grad`."""
         exposure = self.handle.exposure
         return {id(each): each for each in (*exposure.parameters(), *exposure.originals().values())}.values()
 
@@ -137,12 +115,15 @@ class _WholeHome:
     is_buffer: bool
 
     def now(self) -> Tensor:
+        """Return the tensor as it is now, detached: writing to it changes the model."""
         return self._tensor().detach()
 
     def give(self, data: Tensor) -> None:
+        """Have the model use the memory of `data` (same shape and device) from now on."""
         self._tensor().data = data
 
     def parameters(self) -> Iterable[nn.Parameter]:
+        """Return the tensor, if it is a parameter."""
         tensor = self._tensor()
         return (tensor,) if isinstance(tensor, nn.Parameter) else ()
 
@@ -155,6 +136,10 @@ class _WholeHome:
                 "average started; make a new ShardedEMA of the model"
             )
         return tensor
+
+
+Home: TypeAlias = _ShardHome | _WholeHome
+"""Where a model keeps one tensor. The tensor may have been moved since the last look, but not reshaped."""
 
 
 def homes_in(model: nn.Module) -> list[Home]:

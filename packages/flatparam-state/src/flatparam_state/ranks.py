@@ -22,6 +22,7 @@ from flatparam_runtime import (
     units_in,
 )
 from flatparam_state.forms.deferred import is_ordinary
+from flatparam_state.forms.tiling import EveryRank
 from flatparam_state.places import mesh_groups, mesh_handles
 
 CALL: Final = "call"
@@ -70,33 +71,7 @@ def ranks_of(model: nn.Module | None) -> ExchangesValues:
             f"{name!r} over {first.data_parallel_size} and {others[0][1]!r} over a different group of "
             f"{others[0][0].data_parallel_size}; pass ranks=, those that hold the model together"
         )
-    return first.group if len(first.groups) < 2 else _AllOf(first)
-
-
-@final
-@attrs.frozen
-class _AllOf:
-    """All ranks of a topology that both shards and copies, replica by replica."""
-
-    topology: Topology
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's number in the topology."""
-        return self.topology.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.topology.data_parallel_size
-
-    def exchange(self, value: object, *, label: str = "") -> list[Any]:
-        """Return every rank's `value`, replica by replica."""
-        return self.topology.exchange(value, label=label)
-
-    def barrier(self, *, label: str = "") -> None:
-        """Return when every rank has called it."""
-        self.topology.exchange(None, label=label)
+    return first.group if len(first.groups) < 2 else EveryRank(first)
 
 
 @final

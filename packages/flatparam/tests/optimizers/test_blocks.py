@@ -161,3 +161,72 @@ def test_states_in_blocks_are_resharded(writers: int, readers: int, use_orig_par
     # The mean of two and of four equal gradients rounds nothing.
     expected = in_one_process(2)
     assert all(same(found, expected) for found in on_ranks(readers, resume))
+
+
+class OncePerBlock(torch.optim.Optimizer):
+    """Momentum in bytes with one scale for each block of 256 elements, under the names of bitsandbytes."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    self._step(parameter, self.state[parameter], group["lr"])
+
+    def _step(self, parameter: torch.Tensor, state: Any, rate: float) -> None:
+        assert parameter.grad is not None
+        mean = parameter.grad.clone()
+        if state:
+            scales = state["absmax1"].repeat_interleave(256)[: parameter.numel()].view_as(parameter)
+            mean += (state["state1"].float() - 128) / 127 * scales
+        blocks = nn.functional.pad(mean.reshape(-1), (0, -mean.numel() % 256)).view(-1, 256)
+        state["absmax1"] = blocks.abs().amax(1).clamp(min=1e-30)
+        codes = (blocks / state["absmax1"].unsqueeze(1) * 127).round() + 128
+        state["state1"] = codes.to(torch.uint8).view(-1)[: mean.numel()].view_as(mean).clone()
+        parameter -= rate * mean
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
+def test_one_scale_for_a_block_is_resharded(writers: int, readers: int, use_orig_params: bool, tmp_path: Path) -> None:
+    """Scales that are kept once for a block, as bitsandbytes does, are saved and found again by ranks that hold others."""
+    Checkpointer = pytest.importorskip("flatparam_checkpoint").Checkpointer
+
+    def begun(world: Collectives, originals: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 24)),
+            world,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=originals,
+            layout=layout.by({}, otherwise=layout.blocks(256)),
+        )
+        optimizer = OncePerBlock(model.parameters())
+        allow_shards(optimizer)
+        return model, optimizer
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> Any:
+        for step in numbers:
+            optimizer.zero_grad()
+            model(torch.randn(8, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+        return dict(model.state_dict())
+
+    def straight(world: Collectives) -> Any:
+        return steps(*begun(world, use_orig_params), range(4))
+
+    def save(world: Collectives) -> None:
+        model, optimizer = begun(world, use_orig_params)
+        steps(model, optimizer, range(2))
+        Checkpointer(tmp_path, model, optimizer, ranks=world).save(step=2)
+
+    def resume(world: Collectives) -> Any:
+        model, optimizer = begun(world, not use_orig_params)
+        assert Checkpointer(tmp_path, model, optimizer, ranks=world).load() is not None
+        return steps(model, optimizer, range(2, 4))
+
+    on_ranks(writers, save)
+    expected = on_ranks(writers, straight)[0]
+    assert all(same(found, expected) for found in on_ranks(readers, resume))

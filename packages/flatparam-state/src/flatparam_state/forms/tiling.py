@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import attrs
 import torch
@@ -51,32 +51,6 @@ def _permuted(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
 
 
 # The boxes that each rank holds
-
-
-class Started(Protocol):
-    """A collective that was started."""
-
-    def wait(self) -> None:
-        """Return when its result is there."""
-        ...
-
-
-class Gathers(Protocol):
-    """Ranks that gather tensors: a group, or several groups together."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Started:
-        """Fill `output` with the `shard` of each rank, in their order."""
-        ...
 
 
 @final
@@ -226,7 +200,7 @@ def gathered(
     held: Tiling,
     shards: Mapping[tuple[int, ...], torch.Tensor],
     dtype: torch.dtype,
-    group: Gathers,
+    group: Collectives | EveryRank,
     device: torch.device,
 ) -> torch.Tensor:
     """The full tensor, gathered from what every rank of `group` holds of it, as `held` says; every rank calls it.
@@ -265,33 +239,42 @@ def gathered(
 @final
 @attrs.frozen
 class EveryRank:
-    """All data-parallel ranks, replica by replica, as one group that gathers tensors."""
+    """All ranks of a topology that both shards and copies, replica by replica, as one group."""
 
-    shard: Collectives
-    replicate: Collectives
+    topology: Topology
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
-        return self.replicate.rank * self.shard.size + self.shard.rank
+        """The number of this rank in the topology."""
+        return self.topology.rank
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.replicate.size * self.shard.size
+        return self.topology.data_parallel_size
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Started:
+    def exchange(self, value: object, *, label: str = "") -> list[Any]:
+        """Return every rank's `value`, replica by replica."""
+        return self.topology.exchange(value, label=label)
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has called it."""
+        self.topology.exchange(None, label=label)
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, *, label: str = "") -> Any:
         """Fill `output` with the `shard` of each rank, in their order; every one of them calls it.
 
         The shard group is waited for here. `shard` may be this rank's place in `output`.
         """
-        width = shard.numel() * self.shard.size
-        replica = output[self.replicate.rank * width :][:width]
-        self.shard.all_gather(replica, shard, label=label).wait()
-        return self.replicate.all_gather(output, replica, label=label)
+        near, far = self.topology.shard, self.topology.replicate
+        assert far is not None, "it is made of topologies that copy"
+        width = shard.numel() * near.size
+        replica = output[far.rank * width :][:width]
+        near.all_gather(replica, shard, label=label).wait()
+        return far.all_gather(output, replica, label=label)
 
 
-def holders_of(tensor: Any, topology: Topology) -> tuple[Gathers, Mapping[int, int]]:
+def holders_of(tensor: Any, topology: Topology) -> tuple[Collectives | EveryRank, Mapping[int, int]]:
     """Return those that can put `tensor`, a `ShardedTensor`, together, and their numbers by their ranks in the world.
 
     Every data-parallel rank calls it. All of them come to the same, although one replica may hold every piece: a tensor
@@ -302,7 +285,7 @@ def holders_of(tensor: Any, topology: Topology) -> tuple[Gathers, Mapping[int, i
         return topology.shard, near
     known = topology.exchange(_rank_in_world(topology), label="ranks of a sharded state")
     ranks = {rank: number for number, rank in enumerate(known)}
-    return EveryRank(topology.shard, topology.replicate), ranks
+    return EveryRank(topology), ranks
 
 
 def _ranks_of(tensor: Any) -> set[int]:

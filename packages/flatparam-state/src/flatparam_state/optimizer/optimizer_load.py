@@ -179,27 +179,24 @@ def _keys(holding: Holding, current: Mapping[str, Any] | None) -> list[list[Any]
 
 def _with_clean_names(state_dict: Any) -> Any:
     """Return the state with the names of the unsharded model; FSDP1 saves `_orig_mod` in those of a compiled one."""
-    state, groups = _part(state_dict, "state", Mapping), _part(state_dict, "param_groups", list)
-    names = [*state, *(name for group in groups for name in _part(group, "params", list))]
-    clean = {name: clean_fqn(name) for name in names if isinstance(name, str)}
     # What has another form is refused later, or is not looked at: another rank gives it.
-    if all(name == cleaned for name, cleaned in clean.items()):
+    if not isinstance(state_dict, Mapping):
         return state_dict
-    return {
-        **state_dict,
-        **({"state": {clean.get(key, key): value for key, value in state.items()}} if state else {}),
-        **(
-            {"param_groups": [{**g, "params": [clean.get(key, key) for key in g["params"]]} for g in groups]}
-            if groups
-            else {}
-        ),
-    }
 
+    def clean(name: Any) -> Any:
+        return clean_fqn(name) if isinstance(name, str) else name
 
-def _part(tree: Any, key: str, kind: type) -> Any:
-    """Return what `tree` has under `key`, or nothing if that is not of the kind."""
-    found = tree.get(key) if isinstance(tree, Mapping) else None
-    return found if isinstance(found, kind) else ()
+    named = dict(state_dict)
+    if isinstance(named.get("state"), Mapping):
+        named["state"] = {clean(key): value for key, value in named["state"].items()}
+    if isinstance(named.get("param_groups"), list):
+        named["param_groups"] = [
+            {**group, "params": [*map(clean, group["params"])]}
+            if isinstance(group, Mapping) and "params" in group
+            else group
+            for group in named["param_groups"]
+        ]
+    return named
 
 
 def _checked(state_dict: Any) -> tuple[State, Sequence[Mapping[str, Any]] | None]:
