@@ -75,7 +75,6 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "command",
         "addons",
         "compat",
-        "compat.patching",
         "checkpoint.state_dict",
         "fully_sharded_data_parallel",
         "in_place.module",

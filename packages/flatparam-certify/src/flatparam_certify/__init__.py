@@ -5,7 +5,7 @@ The names are imported on first use, so that the command line can answer without
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from flatparam.addons import lazily
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flatparam_certify.case import Case
     from flatparam_certify.certificate import Certificate, Finding
     from flatparam_certify.certifying import certify
+    from flatparam_certify.meshes import CertifyError
     from flatparam_certify.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -20,15 +21,11 @@ __version__ = "0.1.0"
 __all__ = ["Case", "Certificate", "CertifyError", "Finding", "Trainer", "certify"]
 
 
-@final
-class CertifyError(RuntimeError):
-    """A case, an engine or a mesh that cannot be used; the message says why, and what to do."""
-
-
 _HOMES = {
     "flatparam_certify.case": ("Case",),
     "flatparam_certify.certificate": ("Certificate", "Finding"),
     "flatparam_certify.certifying": ("certify",),
+    "flatparam_certify.meshes": ("CertifyError",),
     "flatparam_certify.trainer": ("Trainer",),
 }
 """The modules that have the names which this package exports."""

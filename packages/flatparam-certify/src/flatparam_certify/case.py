@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_certify import CertifyError
+from flatparam_certify.meshes import CertifyError
 
 _PARTS: Final = ("build", "batch", "loss")
 _SEEDS_OF_A_STEP: Final = 1_000_003

@@ -7,8 +7,7 @@ import json
 import os
 from typing import Final
 
-from flatparam_certify import CertifyError
-from flatparam_certify.meshes import DIMENSIONS, OF_DATA, MeshSizes
+from flatparam_certify.meshes import DIMENSIONS, OF_DATA, CertifyError, MeshSizes
 from flatparam_certify.settings import OPTIMIZERS, PRECISIONS, STEPS, number_of_settings, settings_for
 from flatparam_files.command import ArgumentsError, existing, exit_statuses, say
 from flatparam_files.disk.progress import progress_bar

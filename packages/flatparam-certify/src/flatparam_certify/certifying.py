@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import torch
 
-from flatparam_certify import CertifyError
 from flatparam_certify.case import Case, case_named
 from flatparam_certify.certificate import Certificate, CertifiedRun, Finding
 from flatparam_certify.engines import EngineUnderTest
 from flatparam_certify.judging import Judge
-from flatparam_certify.meshes import OF_DATA, MeshSizes
+from flatparam_certify.meshes import OF_DATA, CertifyError, MeshSizes
 from flatparam_certify.rank import RunSeen, Skipped
 from flatparam_certify.reference import Reference
 from flatparam_certify.settings import CLIPS, OPTIMIZERS, PRECISIONS, STEPS, Setting, few_settings, settings_for

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatparam_certify import CertifyError
 from flatparam_certify.case import found_at
-from flatparam_certify.meshes import MeshSizes
+from flatparam_certify.meshes import CertifyError, MeshSizes
 from flatparam_certify.trainer import AutocastTrainer, SummoningTrainer, Trainer
 
 _DTYPES: Final = {"bf16": torch.bfloat16}

@@ -8,12 +8,15 @@ from typing import Final, final
 
 import attrs
 
-from flatparam_certify import CertifyError
-
 DIMENSIONS: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The dimensions of each mesh, the outermost first; those of size 1 are there, too."""
 OF_DATA: Final = ("dp_replicate", "dp_shard", "ep")
 """The dimensions whose ranks have batches of their own. Along the others, all ranks have the same batch."""
+
+
+@final
+class CertifyError(RuntimeError):
+    """A case, an engine or a mesh that cannot be used; the message says why, and what to do."""
 
 
 @final

@@ -7,8 +7,7 @@ from typing import Final, final
 
 import attrs
 
-from flatparam_certify import CertifyError
-from flatparam_certify.meshes import MeshSizes
+from flatparam_certify.meshes import CertifyError, MeshSizes
 
 STEPS: Final = 2
 CLIPS: Final = 0.5

@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatparam_certify import CertifyError
 from flatparam_certify.case import Case, case_named
 from flatparam_certify.engines import EngineUnderTest
-from flatparam_certify.meshes import DIMENSIONS, MeshSizes
+from flatparam_certify.meshes import DIMENSIONS, CertifyError, MeshSizes
 from flatparam_certify.rank import RunSeen, Skipped, run_setting
 from flatparam_certify.settings import Setting
 

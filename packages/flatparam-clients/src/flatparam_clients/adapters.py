@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from flatparam.compat.patching import Patch
+from flatparam.compat import Patch
 from flatparam.state.load_hooks import with_names_of_first
 from flatparam.wrapper.refusing import asking_names
 from flatparam_clients.names import patches_of_holders

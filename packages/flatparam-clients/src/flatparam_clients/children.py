@@ -23,7 +23,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.compat.patching import Patch
+from flatparam.compat import Patch
 
 _STARTUP: Final = str(Path(__file__).parent / "startup")
 """The folder of what Python imports when it starts."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from flatparam.addons import fulfil
-from flatparam.compat.patching import INSTALLED, LOCK, Patch, apply, restore
+from flatparam.compat import INSTALLED, LOCK, Patch, apply, restore
 from flatparam_clients.adapters import patches_of_adapters
 from flatparam_clients.children import note_wrapped, patch_of_children
 from flatparam_clients.names import FSDP, fsdp1_names, patches_of_holders

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 
 import attrs
 
-from flatparam.compat.patching import Patch
+from flatparam.compat import Patch
 
 FSDP: Final = "torch.distributed.fsdp"
 STATE_FUNCTIONS: Final = "torch.distributed.checkpoint.state_dict"

@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from flatparam.compat.patching import apply
+from flatparam.compat import apply
 from flatparam_clients.adapters import guard_adapters, patches_of_adapters
 from flatparam_core import FlatParamError
 from flatparam_runtime import units_in

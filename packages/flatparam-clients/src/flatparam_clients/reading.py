@@ -13,7 +13,7 @@ import attrs
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from flatparam.addons import load
-from flatparam.compat.patching import Patch
+from flatparam.compat import Patch
 from flatparam_state.forms.tiling import is_sharded_tensor
 from flatparam_state.optimizer.first_state import FirstState
 

@@ -1,4 +1,4 @@
-"""What the guard asks of the process groups of torch, beyond what collectives need.
+"""The facts of torch's process groups that the guard asks for, beyond those that collectives need.
 
 | private name of torch | what it tells | if it is gone |
 | --- | --- | --- |

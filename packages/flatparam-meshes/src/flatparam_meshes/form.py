@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import attrs
 import torch
@@ -20,10 +20,15 @@ from flatparam_core import Span
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from flatparam_meshes.unit_meshes import UnitMeshes
-
 KEEPS_ROWS: Final = "_flatparam_keeps_rows"
 """An attribute of a `DTensor` parameter: its shards are to be rows, as FSDP2's are, however the `DTensor` is cut."""
+
+
+class SharedByUnit(Protocol):
+    """The things that the forms of a unit share: `UnitMeshes` is one."""
+
+    sums_late: bool
+    """Whether the sum over copies is taken once for each reduction, and not while autograd computes."""
 
 
 @final
@@ -93,7 +98,7 @@ class MeshForm:
     """The strides of the `DTensor`, in elements: the dimensions that are cut over ranks have the largest."""
     keeps_rows: bool = attrs.field(default=False, kw_only=True)
     """Whether the part stays in its own memory order, so that a shard may be some of its rows; see `KEEPS_ROWS`."""
-    meshes: UnitMeshes | None = None
+    meshes: SharedByUnit | None = None
     """The things that the forms of a unit share, once all are known."""
     to_come: DTensor | None = None
     """The parameter, if it was on the meta device: values come while it is sharded."""

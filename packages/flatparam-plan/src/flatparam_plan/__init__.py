@@ -5,12 +5,13 @@ The names are imported on first use, so that the command line can answer without
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 from flatparam.addons import lazily
 
 if TYPE_CHECKING:
     from flatparam_plan.costs import measure
+    from flatparam_plan.plan_error import PlanError
     from flatparam_plan.planned_policy import PlannedPolicy, planned
     from flatparam_plan.planner import plan
     from flatparam_plan.recorder import trace
@@ -33,12 +34,8 @@ __all__ = [
 ]
 
 
-@final
-class PlanError(RuntimeError):
-    """A program, or a setup, that cannot be planned; the message says why, and what to do."""
-
-
 _HOMES = {
+    "flatparam_plan.plan_error": ("PlanError",),
     "flatparam_plan.planner": ("plan",),
     "flatparam_plan.costs": ("measure",),
     "flatparam_plan.planned_policy": ("PlannedPolicy", "planned"),

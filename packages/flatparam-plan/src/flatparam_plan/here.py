@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from flatparam_comm import sent_nbytes
-from flatparam_plan import PlanError
 from flatparam_plan.hardware.profile import Profile, Way
 from flatparam_plan.hardware.samples import ROUGH, timed_here
 from flatparam_plan.hardware.stretches import Timings
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.rehearsal import Rehearsal
 from flatparam_plan.timeline import Prediction, predict
 from flatparam_plan.training import Setup, TrainingProgram

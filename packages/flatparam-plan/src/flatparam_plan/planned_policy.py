@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatparam.wrap import _Policy
 from flatparam_comm import Topology
-from flatparam_plan import PlanError
+from flatparam_plan.plan_error import PlanError
 
 if TYPE_CHECKING:
     from flatparam_plan.hardware.profile import AnyProfile

@@ -65,36 +65,36 @@ class _Device:
 
     def _let(self, number: int) -> None:
         """Let it run."""
-        each = self.queue[number]
-        if each.record.kind is Kind.KERNEL:
-            heapq.heappush(self.ready, (each.priority, self.now, number))
+        operation = self.queue[number]
+        if operation.record.kind is Kind.KERNEL:
+            heapq.heappush(self.ready, (operation.priority, self.now, number))
             return
-        each.begin = self.now
-        heapq.heappush(self.soon, (self.now + each.left, True, number))
-        each.left = 0.0
+        operation.begin = self.now
+        heapq.heappush(self.soon, (self.now + operation.left, True, number))
+        operation.left = 0.0
 
     def _start(self, number: int) -> None:
         """Run a wave of a kernel."""
-        each = self.queue[number]
-        if each.begin < 0:
-            each.begin = self.now
-        takes = min(self.wave, each.left)
-        each.left -= takes
+        operation = self.queue[number]
+        if operation.begin < 0:
+            operation.begin = self.now
+        takes = min(self.wave, operation.left)
+        operation.left -= takes
         heapq.heappush(self.soon, (self.now + takes, True, number))
         self.running = number
 
     def _end(self, number: int) -> None:
-        each = self.queue[number]
+        operation = self.queue[number]
         if number == self.running:
             self.running = -1
-        if each.left > 0:
+        if operation.left > 0:
             # It has been ready for longest of all with its priority, or it would not have run.
-            heapq.heappush(self.ready, (each.priority, each.begin, number))
+            heapq.heappush(self.ready, (operation.priority, operation.begin, number))
             return
-        each.end = self.now
-        for other in each.waiting:
+        operation.end = self.now
+        for other in operation.waiting:
             follower = self.queue[other]
-            crosses = follower.record.stream != each.record.stream
+            crosses = follower.record.stream != operation.record.stream
             follower.may_begin = max(follower.may_begin, self.now + (self.latency if crosses else 0))
             follower.awaited -= 1
             if not follower.awaited:

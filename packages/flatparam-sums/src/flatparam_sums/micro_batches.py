@@ -191,8 +191,8 @@ def accumulate(module: nn.Module, weight: float | Tensor | None = None) -> Itera
         state.is_inside = True
         try:
             state.weighing.begin(1.0 if weight is None else float(weight))
-            for each in exact:
-                each.weight = state.weighing.weight
+            for summing in exact:
+                summing.weight = state.weighing.weight
             with no_sync(module):
                 if state.is_weighted:
                     with state.following.leading():

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from flatparam.compat.patching import Patch
+from flatparam.compat import Patch
 from flatparam.sharded_grad_scaler import ShardedGradScaler, agree, gradients_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Collectives, Unit, clip_gradients_, holder_of_parameter

@@ -66,8 +66,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
         flatparam.fully_shard(module if isinstance(module, nn.Module) else modules, **named)
     have_optimizers_step_parts()
     have_dtensors_without_address()
-    for each in modules:
-        unit = unit_of(each)
+    for sharded in modules:
+        unit = unit_of(sharded)
         assert unit is not None
         if isinstance(unit.topology.shard, ProcessGroupCollectives):
             # The order in which FSDP2's sums over gloo are made.
@@ -76,8 +76,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
             meshes, names = handle.forms.meshes, handle.layout.fqns
             forms = {name: None if meshes is None else meshes.form(handle, at) for at, name in enumerate(names)}
             handle.wear(DTensorFaces.over(mesh, {name: form for name, form in forms.items() if form is not None}))
-        kind: Any = type(each)
-        each.__class__ = class_for(kind._sharded_class, PresentedModule)
+        kind: Any = type(sharded)
+        sharded.__class__ = class_for(kind._sharded_class, PresentedModule)
     return module
 
 

@@ -26,7 +26,7 @@ _NOTHING: Final = torch.empty(0, device="cpu")
 _GRAD_OF_FACE: Final[Any] = torch._C.TensorBase.grad
 """The place where autograd puts the gradient of whatever reads a face itself, such as a penalty on its values."""
 _HOOKS_OF_FACE: Final[Any] = torch._C.TensorBase._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-"""What autograd calls after that."""
+"""The hooks that autograd calls after that."""
 
 
 class ShardedParameter(DTensor):
@@ -40,7 +40,7 @@ class ShardedParameter(DTensor):
     original: nn.Parameter
     _shown_grad: DTensor | None
     _hooks: Any
-    """What users have registered for the gradient that is reduced; autograd does not see it."""
+    """The hooks of users for the gradient that is reduced; autograd does not see them."""
 
     def stand_for(self, original: nn.Parameter, hooks: Any = None) -> None:
         """Be the face of `original`."""

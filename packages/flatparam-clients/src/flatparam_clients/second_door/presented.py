@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 import flatparam_runtime as runtime
-from flatparam.compat.patching import torchs_own
+from flatparam.compat import torchs_own
 from flatparam.in_place.module import FSDPModule
 from flatparam_clients.names import STATE_FUNCTIONS
 from flatparam_core import FlatParamError

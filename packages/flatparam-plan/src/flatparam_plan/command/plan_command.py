@@ -22,10 +22,10 @@ from torch import nn
 
 from flatparam_files.command import ArgumentsError, shown_nbytes
 from flatparam_files.disk.progress import progress_bar
-from flatparam_plan import PlanError
 from flatparam_plan.costs import measure
 from flatparam_plan.hardware.profile import device_of
 from flatparam_plan.picture import columns, shown_seconds
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.planner import plans_of
 from flatparam_plan.report import Plan
 from flatparam_plan.training import Setup, TrainingProgram

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from flatparam.resolving.arguments import Environment
 from flatparam_comm import Topology
-from flatparam_plan import PlanError
 from flatparam_plan.fitting.fitted import Fitted, choices_of, seconds_of, way_of
 from flatparam_plan.fitting.replayed import Keeping, Replay
 from flatparam_plan.hardware.profile import AnyProfile, Profile, device_of, profile_named, transport_here
@@ -26,6 +25,7 @@ from flatparam_plan.hardware.samples import timed_here
 from flatparam_plan.here import predicted_here, profile_here, setup_here
 from flatparam_plan.hollow.blank import hollow_copy
 from flatparam_plan.named_units import NamedUnits, Outline, with_blocks
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.planner import Planner
 from flatparam_plan.report import Plan
 from flatparam_plan.training import STRATEGIES, Setup, TrainingProgram

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
-from flatparam_plan import PlanError
 from flatparam_plan.hollow.kernels import Work
+from flatparam_plan.plan_error import PlanError
 
 _POSITIVE: Final = attrs.validators.gt(0.0)
 _FRACTION: Final = (attrs.validators.gt(0.0), attrs.validators.le(1.0))

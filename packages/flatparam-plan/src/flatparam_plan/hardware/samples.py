@@ -17,9 +17,9 @@ import attrs
 import torch
 
 from flatparam_comm import Collectives, SingleCollectives, Topology, resolve_topology
-from flatparam_plan import PlanError
 from flatparam_plan.hardware.profile import Profile, Way
 from flatparam_plan.hardware.stretches import Clock, ClockedCollectives, Lap, Stretches, Timings
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.rehearsal import rehearse
 from flatparam_plan.repeated.repeats import with_few_blocks
 from flatparam_plan.training import Setup, Trained, TrainingProgram, train, train_step

@@ -14,8 +14,8 @@ import attrs
 from torch import Tensor
 
 from flatparam_comm import Collectives, ForwardingCollectives, Parts, Pending, ReduceOp, TakesParts, takes_parts
-from flatparam_plan import PlanError
 from flatparam_plan.hardware.profile import Profile
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.rehearsal import Entry, Rehearsal
 from flatparam_plan.training import Trained
 

@@ -12,7 +12,7 @@ from typing import Final, final
 import attrs
 import torch
 
-from flatparam_plan import PlanError
+from flatparam_plan.plan_error import PlanError
 
 _ADDRESSES: Final = 2**43
 """The address space that is reserved, as far as the system allows."""

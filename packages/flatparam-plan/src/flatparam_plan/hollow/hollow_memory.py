@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatparam_plan import PlanError
 from flatparam_plan.hollow.arena import Arena, Block, Log
 from flatparam_plan.hollow.kernels import Kernel, Work, operands_of
 from flatparam_plan.hollow.operations import ATEN, Trait, appearance, on_meta, room_of, value_of
 from flatparam_plan.hollow.temporaries import Temporaries
 from flatparam_plan.hollow.unwatched import MATTERS, Composing, adds_in_place, looks_at_values, owners_if_alone
+from flatparam_plan.plan_error import PlanError
 
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can give a storage addresses of ours; if not, torch allocates them, and they stay untouched."""

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_plan import PlanError
 from flatparam_plan.hollow.kernels import operands_of
 from flatparam_plan.hollow.temporaries import AFFORDABLE_NBYTES, zeros_as
+from flatparam_plan.plan_error import PlanError
 
 ATEN: Final = torch.ops.aten
 _KEEPS_NUMBER: Final = (ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.mul_.Tensor, ATEN.div_.Tensor)

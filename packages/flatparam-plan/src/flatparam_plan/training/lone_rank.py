@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatparam_comm import Collectives, Parts, Pending, ReduceOp, SingleCollectives, Topology
-from flatparam_plan import PlanError
+from flatparam_plan.plan_error import PlanError
 
 TRANSPORTS: Final = ("direct", "gloo", "shared_memory")
 """How bytes travel, as far as a rank's memory shows it.

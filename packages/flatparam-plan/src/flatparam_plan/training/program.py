@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from flatparam.fully_sharded_data_parallel import FullyShardedDataParallel
 from flatparam_comm import Topology
-from flatparam_plan import PlanError
 from flatparam_plan.hollow.blank import Blank
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.training.setup import Setup, recompute, without_cache
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from flatparam.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatparam.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from flatparam_comm import Collectives, SingleCollectives, Topology
-from flatparam_plan import PlanError
+from flatparam_plan.plan_error import PlanError
 from flatparam_plan.training.lone_rank import TRANSPORTS, Call, lone_topology
 
 Optimize: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"

@@ -112,8 +112,15 @@ def _blocks() -> StatesInBlocks | None:
 
 def spread_out(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the states of one parameter as they are saved; see `StatesInBlocks`."""
-    found = _blocks()
+    found = _blocks() if any(map(_may_be_in_blocks, values.values())) else None
     return values if found is None else found.spread_out(values)
+
+
+def _may_be_in_blocks(value: Any) -> bool:
+    """Return whether it is of bytes, of a class of its own, or has other states in it."""
+    if isinstance(value, Tensor):
+        return value.dtype == torch.uint8 or type(value) is not Tensor
+    return isinstance(value, Mapping)
 
 
 def in_blocks(values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:

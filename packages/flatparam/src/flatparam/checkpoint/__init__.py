@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from flatparam.compat.patching import torchs_own
+from flatparam.compat import torchs_own
 from flatparam_state.forms.tiling import is_sharded_tensor
 
 __all__ = ["async_save", "load", "save"]

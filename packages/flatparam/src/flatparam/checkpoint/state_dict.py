@@ -22,7 +22,7 @@ from flatparam.api import (
     StateDictConfig,
     StateDictType,
 )
-from flatparam.compat.patching import torchs_own
+from flatparam.compat import torchs_own
 from flatparam.in_place import module_state as in_place
 from flatparam.state.form_settings import form_of, settings_shown
 from flatparam.state.load_hooks import streamed

@@ -201,9 +201,9 @@ def fully_shard(
     for each, resolved in zip(modules, found, strict=True):
         if not values_later:
             _check_can_be_made(each, resolved)
-    for each, resolved in zip(modules, found, strict=True):
-        shard_resolved(each, resolved, by_hooks=True)
-        each.__class__ = class_for(type(each))
+    for sharded, resolved in zip(modules, found, strict=True):
+        shard_resolved(sharded, resolved, by_hooks=True)
+        sharded.__class__ = class_for(type(sharded))
     return module
 
 
