@@ -9,7 +9,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import nox
@@ -17,8 +17,11 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 from environments import (
     DIST,
+    OFFLINE,
     ROOT,
+    SITE,
     TESTED,
+    TESTS,
     WORKERS,
     installed,
     own,
@@ -28,13 +31,12 @@ from environments import (
     split_packages,
 )
 from house import PACKAGES, tested_with
+from longer import LONGER, PROGRAMS, integration
 from matrix.rows import PYTHONS, Row, all_rows, lowest_versions, named_row
 from turns import Beside, Program, in_turn
 
 nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "none"
-
-TESTS = ("integration_tests", *(f"packages/{name}/tests" for name in PACKAGES))
 
 
 @nox.session
@@ -136,11 +138,6 @@ def blocks(session: nox.Session) -> None:
 
 
 BLOCKS = (*pytest_in("0"), "-q", "-m", "not long", "docs")
-
-
-# Not `--quiet`: that keeps warnings from being counted, so that nothing is strict any more.
-os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
-SITE = ("-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml")
 
 
 @nox.session
@@ -259,9 +256,6 @@ def clients(session: nox.Session) -> None:
         environment.run("-m", "integration_tests.clients.cells", str(cells), env=quiet)
 
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-
-
 @nox.session
 def release(session: nox.Session) -> None:
     """Release a package, in a commit and a tag (`-- core 0.2.0 --dry-run`); without: build, check, install all."""
@@ -292,111 +286,3 @@ def run(session: nox.Session) -> None:
         about |= {name: (function.__doc__ or "").splitlines()[0] for name, function in LONGER.items()}
         lines = [f"  {name:<18} {said}" for name, said in sorted(about.items())]
         session.error("\n".join([f"Expected one of these names, found {name!r}:", *lines]))
-
-
-PROGRAMS: Mapping[str, Sequence[str]] = {
-    "train": ("tools/train.py",),  # the main job: a GPT on two ranks over real text
-    "complaints": ("-m", "integration_tests.complaints"),  # public ones, beside torch: docs/complaints.md
-    "faults": ("-m", "integration_tests.faults.scoreboard"),  # every fault on one rank, beside torch's FSDP1
-    "fuzz": ("-m", "packages.flatparam-files.tests.fuzzing"),  # changed files for every reader of checkpoints
-    "layouts": ("tools/layouts_page.py",),  # the tables of docs/layouts.md
-    "load": ("-m", "integration_tests.load"),  # long, wide, large and disturbed jobs; half an hour
-    "overlap": (  # what is hidden behind computing, on the simulated device
-        *("-m", "integration_tests.simulated.overlap"),
-        *("--pictures", "build/overlap", "--docs", "docs/pictures"),
-    ),
-    "planted": ("tools/planted_faults.py",),  # faults of one line in each layer: the tests find them; an hour
-    "programs": ("-m", "integration_tests.programs.searching"),  # random programs, sharded and not
-}
-
-
-def integration(session: nox.Session, arguments: Sequence[str] = ()) -> None:
-    """Several layers, or several ranks, at once: integration_tests on CPU (arguments go to pytest)."""
-    installed(session).pytest("-m", "not gpu and not long", "integration_tests", *arguments)
-
-
-def long(session: nox.Session, arguments: Sequence[str]) -> None:
-    """The tests that take long: whole grids of settings, tools from end to end, every workload; not in `tests`."""
-    # Optimizers of whole matrices are in `run -- matrix-optimizers`.
-    others = ("-k", "not is_exact_in_every_setting and not are_exact_in_every_setting")
-    installed(session).pytest("-m", "long and not gpu", *others, "docs", *TESTS, *arguments)
-
-
-def browser(session: nox.Session, arguments: Sequence[str]) -> None:
-    """The site in a real browser (`apt install chromium`): search, copying, narrow and dark pages."""
-    installed(session).run(*SITE)
-    own(session, "browser", "playwright").run("tools/browse_site.py")
-
-
-def coverage(session: nox.Session, arguments: Sequence[str]) -> None:
-    """Lines and branches of each package that the tests run, 95 % at least (`core comm`)."""
-    chosen, extra = split_packages(arguments)
-    data = ROOT / "build" / "coverage"
-    shutil.rmtree(data, ignore_errors=True)
-    data.mkdir(parents=True)
-    # All packages are measured (pyproject.toml), as the tests of a layer run those beneath it, too.
-    measured = ("--cov", "--cov-report=", "--cov-config=pyproject.toml", "-m", "not gpu")
-    environment = installed(session)
-    for name in chosen or PACKAGES:
-        file = {"COVERAGE_FILE": str(data / name)}
-        environment.pytest(*measured, f"packages/{name}/tests", *extra, env=file)
-    environment.run("tools/covered.py", *(str(data / name) for name in chosen or PACKAGES))
-
-
-def deepspeed(session: nox.Session, arguments: Sequence[str]) -> None:
-    """The import of DeepSpeed's checkpoints against DeepSpeed itself (`-k x`)."""
-    environment = own(session, "deepspeed", "deepspeed")
-    quiet = ("-o", "faulthandler_timeout=0")
-    environment.pytest(*quiet, "integration_tests/deepspeed", *arguments, workers="0")
-
-
-def matrix_optimizers(session: nox.Session, arguments: Sequence[str]) -> None:
-    """Optimizers of whole matrices in every setting, to the bit, and beside others (docs/guides/optimizers.md)."""
-    environment = installed(session)
-    where = ("packages/flatparam-optim/tests", "integration_tests/matrices")
-    environment.pytest("-m", "long", *where, *arguments)
-    environment.run("tools/loss_curves.py")
-    own(session, "matrix-optimizers", "deepspeed").run("tools/matrix_optimizers.py")
-
-
-def models(session: nox.Session, arguments: Sequence[str]) -> None:
-    """Real models, of transformers and diffusers: docs/models.md (`-k Llama`)."""
-    environment = own(session, "models", "transformers", "diffusers")
-    results = str(ROOT / "build" / "models.xml")
-    how = ("-o", "faulthandler_timeout=0", f"--junitxml={results}")
-    # The tests of a model stay together: they share what torch has trained.
-    tests = ("integration_tests/models/test_models.py", *arguments)
-    environment.pytest(*how, *tests, spread="loadgroup", env=OFFLINE)
-    if not arguments:
-        environment.run("tools/models_page.py", results)
-
-
-def plan(session: nox.Session, arguments: Sequence[str]) -> None:
-    """Plan eleven transformers and run them: docs/plans.md; fails if a plan is wrong (`times`, `choice`)."""
-    own(session, "plan", "transformers").run("tools/plans", *arguments)
-
-
-def pretrained(session: nox.Session, arguments: Sequence[str]) -> None:
-    """What it costs to begin with weights in files: the table of docs/guides/pretrained.md (`--ranks 4`: print)."""
-    installed(session).run("tools/pretrained_costs.py", *(arguments or ["--page"]))
-
-
-def publish(session: nox.Session, arguments: Sequence[str]) -> None:
-    """Publishing: 100 kills on each side, 1,000 versions, the table of the guide (`loop --rounds 50`, `costs`)."""
-    environment = installed(session)
-    if arguments:
-        environment.run("tools/publishing", *arguments)
-        return
-    kills = "packages/flatparam-publish/tests/test_kills.py"
-    environment.pytest(kills, env={"FLATPARAM_PUBLISH_KILLS": "100"})
-    environment.run("tools/publishing", "syncs", "--versions", "1000")
-    environment.run("tools/publishing", "--size", "small", "--pretraining", "60", "costs", "--page")
-
-
-LONGER: Mapping[str, Callable[[nox.Session, Sequence[str]], None]] = {
-    each.__name__.replace("_", "-"): each
-    for each in (
-        *(browser, coverage, deepspeed, integration, long),
-        *(matrix_optimizers, models, plan, pretrained, publish),
-    )
-}

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 __all__ = [
     *(
         "DIST",
+        "OFFLINE",
         "ROOT",
+        "SITE",
         "TESTED",
+        "TESTS",
         "WORKERS",
         "Environment",
         "installed",
@@ -43,6 +46,12 @@ __all__ = [
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DIST: Final = ROOT / "dist"
+TESTS: Final = ("integration_tests", *(f"packages/{name}/tests" for name in PACKAGES))
+#: Programs of other projects ask no index, and say less.
+OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+# Not `--quiet`: that keeps warnings from being counted, so that nothing is strict any more.
+os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")
+SITE: Final = ("-m", "mkdocs", "build", "--strict", "-f", "tools/mkdocs.yml")
 # How many processes pytest takes at once; more than there are cores is right beside a machine that others keep busy.
 WORKERS: Final = os.environ.get("FLATPARAM_TEST_WORKERS", str(min(os.cpu_count() or 1, 4)))
 #: Each wheel, unpacked, in a folder that is named after the package.
