@@ -25,8 +25,8 @@ class Budget:
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_444, 4_500),
-    "flatparam-comm": Budget(5_458, 5_500),
-    "flatparam-runtime": Budget(6_726, 5_500),
+    "flatparam-comm": Budget(5_452, 5_500),
+    "flatparam-runtime": Budget(6_728, 5_500),
     "flatparam-state": Budget(4_820, 4_700),
     "flatparam": Budget(6_824, 6_000),
     "flatparam-clients": Budget(3_632, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(69_818, 52_000),
+    "lines": Budget(69_814, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),
@@ -75,7 +75,7 @@ WALKED: Final[Mapping[str, Budget]] = {
     "files of a step": Budget(34, 20),
     "lines of a step": Budget(9_700, 3_000),
     "functions of a step": Budget(262, 150),
-    "file changes of a step": Budget(745, 450),
+    "file changes of a step": Budget(730, 450),
     "classes of a step": Budget(34, 18),
     "files of making a sharded model": Budget(58, 25),
     "files of state_dict": Budget(33, 15),

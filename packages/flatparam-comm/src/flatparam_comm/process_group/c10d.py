@@ -15,9 +15,8 @@ when it is called, so that importing this package works on a torch that was buil
 from __future__ import annotations
 
 import functools
-import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -31,32 +30,6 @@ from flatparam_comm.errors import CommError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
-#: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
-#: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
-_CARRIED: Final = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)
-
-
-def as_carried(*tensors: Tensor) -> Sequence[Tensor]:
-    """Views of contiguous tensors' memory, of one dtype, in a dtype that every backend can move: theirs, or bytes.
-
-    See `plain`.
-    """
-    carried = plain(*tensors)
-    return carried if tensors[0].dtype in _CARRIED else [each.view(-1).view(torch.uint8) for each in carried]
-
-
-def is_carried(dtype: torch.dtype) -> bool:
-    """Return whether every backend can move tensors of `dtype` as they are."""
-    return dtype in _CARRIED
-
-
-def plain(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
-    return [each.detach() for each in tensors] if any(map(_REQUIRES_GRAD, tensors)) else tensors
 
 
 def destroyed() -> ProcessGroup:

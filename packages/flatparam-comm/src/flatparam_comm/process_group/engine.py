@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+#: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
+#: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
+_CARRIED: Final = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
 _REDUCTIONS: Final = {op: number for number, op in enumerate(ReduceOp)}
 
 
@@ -110,7 +117,7 @@ class ProcessGroupCollectives:
             return copied(output, shard)
         calls = self._calls or self._find_calls()
         calls.begin(site, output.dtype, output.numel())
-        carried, carried_shard = c10d.as_carried(output, shard)
+        carried, carried_shard = _as_carried(output, shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
@@ -131,7 +138,7 @@ class ProcessGroupCollectives:
             return copied(output, full)
         calls = self._calls or self._find_calls()
         calls.begin(site, full.dtype, full.numel(), _REDUCTIONS[op])
-        carried, carried_full = c10d.plain(output, full)
+        carried, carried_full = _plain(output, full)
         exchanges = self._is_gloo and (self.adds_in_rank_order or site.size == 2)
         if exchanges and op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu:
             return self._exchange_and_add(site, calls, carried, carried_full)
@@ -166,7 +173,7 @@ class ProcessGroupCollectives:
         if site.size == 1:
             return COMPLETED
         calls = self._begin(site, tensor, _REDUCTIONS[op])
-        work = _issued(site, calls, c10d.all_reduce, *c10d.plain(tensor), op, self._reference())
+        work = _issued(site, calls, c10d.all_reduce, *_plain(tensor), op, self._reference())
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
@@ -176,7 +183,7 @@ class ProcessGroupCollectives:
         if site.size == 1:
             return COMPLETED
         calls = self._begin(site, tensor, root)
-        work = _issued(site, calls, c10d.broadcast, *c10d.as_carried(tensor), root, self._reference())
+        work = _issued(site, calls, c10d.broadcast, *_as_carried(tensor), root, self._reference())
         return _WorkPending(site, work, (tensor,), calls, calls.issued)
 
     def all_to_all(
@@ -196,9 +203,9 @@ class ProcessGroupCollectives:
         # The numbers of elements differ between ranks that agree.
         calls = self._begin(site)
         # A view as bytes has more elements.
-        factor = 1 if c10d.is_carried(output.dtype) else output.itemsize
+        factor = 1 if output.dtype in _CARRIED else output.itemsize
         sizes = ([factor * n for n in output_numels], [factor * n for n in given_numels])
-        carried, carried_given = c10d.as_carried(output, given)
+        carried, carried_given = _as_carried(output, given)
         work = _issued(site, calls, c10d.all_to_all, carried, carried_given, self._reference(), sizes)
         return _WorkPending(site, work, (output, given), calls, calls.issued)
 
@@ -289,6 +296,20 @@ def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
     torch.add(parts[0], parts[1], out=output)
     for part in parts[2:]:
         output.add_(part)
+
+
+def _as_carried(*tensors: Tensor) -> Sequence[Tensor]:
+    """Views of contiguous tensors' memory, of one dtype, in a dtype that every backend can move: theirs, or bytes.
+
+    See `_plain`.
+    """
+    carried = _plain(*tensors)
+    return carried if tensors[0].dtype in _CARRIED else [each.view(-1).view(torch.uint8) for each in carried]
+
+
+def _plain(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return the tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
+    return [each.detach() for each in tensors] if any(map(_REQUIRES_GRAD, tensors)) else tensors
 
 
 def _issued(site: checks.Site, calls: GroupMonitor, call: Callable[..., T], *args: Any) -> T:

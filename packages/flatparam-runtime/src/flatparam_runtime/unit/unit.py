@@ -23,6 +23,7 @@ from flatparam_runtime.unit.plan import UnitPlan
 
 _CPU: Final = torch.device("cpu")
 _IS_TRAINED: Final = operator.attrgetter("exposure.is_trainable")
+_TAKEN_OVER: Final = operator.attrgetter("taken_over")
 _TRAINED: Final = operator.attrgetter("trained")
 
 
@@ -183,7 +184,8 @@ class Unit:
             hook=self.reducer.hooks.all_gather,
             wire=None if full_precision else self.plan.gathers,
         )
-        self._tell_taken_over()
+        if any(map(_TAKEN_OVER, self.handles)):
+            self._tell_taken_over()
 
     def _tell_taken_over(self) -> None:
         for handle in self.handles:
