@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from bench.workloads import Workload
 
-import flatparam_runtime
+import flatparam_core
 
 BYTES: int = 4
 """Of an element, in fp32."""
@@ -80,7 +80,7 @@ def shard_grad_op(units: Units, *, on_device: bool) -> Bytes:
 
 def _gathered_ahead(following: Sequence[int]) -> int:
     """One unit, and more of them as long as they have no more than `runtime.prefetch_nbytes` together."""
-    (threshold,) = (each for each in flatparam_runtime.all_thresholds() if each.name == "runtime.prefetch_nbytes")
+    (threshold,) = (each for each in flatparam_core.all_thresholds() if each.name == "runtime.prefetch_nbytes")
     count = 0
     while count < len(following) and (not count or sum(following[: count + 1]) <= threshold.value):
         count += 1

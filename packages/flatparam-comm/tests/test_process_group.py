@@ -310,3 +310,54 @@ def test_a_group_of_one_rank_does_not_call_its_backend() -> None:
     values = [0.0, 1.0, 2.0, 3.0]
     later = [[each + n for each in values] for n in (0, 1, 2, 2, 2)]
     assert run_processes(2, _of_one) == [[[(each, True) for each in later], []]] * 2
+
+
+def _references(comm: Collectives) -> list[tuple[int, int]]:
+    """The references to the memory of an output before and after its collective is issued, while a `Work` has it."""
+
+    def found(tensor: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    told = []
+    for in_place in (False, True):
+        output = torch.zeros(4 * comm.size)
+        shard = output[4 * comm.rank :][:4].fill_(comm.rank) if in_place else torch.full((4,), float(comm.rank))
+        before = found(output)
+        pending = comm.all_gather(output, shard)
+        told.append((before, found(output)))
+        pending.wait()
+        assert output.tolist() == [float(rank) for rank in range(comm.size) for _ in range(4)]
+    output, given = torch.zeros(comm.size), torch.full((comm.size,), float(comm.rank))
+    before = found(output)
+    sizes = [1] * comm.size
+    pending = comm.all_to_all(output, given, output_numels=sizes, given_numels=sizes)
+    told.append((before, found(output)))
+    pending.wait()
+    assert output.tolist() == [*map(float, range(comm.size))]
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_backend_has_no_reference_to_the_memory_of_an_output(ranks: int) -> None:
+    """Who counts the references to a gathered buffer does not find those of gloo's thread, which go when they may."""
+    for told in run_processes(ranks, _references):
+        assert [before == after for before, after in told] == [True] * 3
+
+
+def _dropped(comm: Collectives) -> float:
+    """Gather into memory that nobody but the pending has, while others make and free memory of the same size."""
+    pendings = []
+    for step in range(20):
+        output = torch.zeros(50_000 * comm.size)
+        pendings.append((output.data_ptr(), comm.all_gather(output, torch.full((50_000,), float(step)))))
+        del output
+    taken = {torch.empty(50_000 * comm.size).data_ptr() for _ in range(20)}
+    assert taken.isdisjoint(address for address, _ in pendings)
+    for _, pending in pendings:
+        pending.wait()
+    return comm.size
+
+
+def test_memory_lives_as_long_as_something_is_written_to_it() -> None:
+    """The memory of an output that the caller has dropped is not given to anybody else before the gather is over."""
+    assert run_processes(2, _dropped) == [2, 2]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatparam_comm import Collectives
+from flatparam_comm.testing import run_processes
 from flatparam_runtime import EventLog, FlatParamError, observe, unit_of, units_in
 
 from .models import WIDTH, batch
@@ -167,6 +168,30 @@ def test_a_parameter_that_is_only_asked_for_its_dtype_is_not_kept(recorded: bool
         return module.unsharded
 
     assert run(2, ask) == [[0] * 4] * 2
+
+
+class AsksEarly(nn.Module):
+    """It reads a dtype of a unit, and calls other units before that one, as attention does of its projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).to(self.last.weight.dtype)))  # type: ignore[no-any-return]
+
+
+def _asks_in_every_step(collectives: Collectives) -> int:
+    module = sharded(AsksEarly, collectives, units=["first", "second", "last"])
+    for step in range(60):
+        module(batch(step)).square().mean().backward()
+    return collectives.size
+
+
+@pytest.mark.processes
+def test_ranks_that_ask_for_a_dtype_go_on_in_step() -> None:
+    """Whether a loan ends does not depend on when a thread of the backend lets go of the memory that it has filled."""
+    assert run_processes(2, _asks_in_every_step) == [2, 2]
 
 
 def test_printing_a_module_on_one_rank_gathers_nothing(use_orig_params: bool) -> None:

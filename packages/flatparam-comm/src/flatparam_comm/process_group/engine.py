@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import operator
@@ -118,6 +119,8 @@ class ProcessGroupCollectives:
         calls = self._calls or self._find_calls()
         calls.begin(site, output.dtype, output.numel())
         carried, carried_shard = _as_carried(output, shard)
+        if self._is_gloo and output.is_cpu:
+            carried, carried_shard = _under_other_storages(carried, carried_shard)
         if site.size == 2 and self._is_gloo and output.is_cpu:
             # gloo's own all-gather fills a buffer of its own, which it copies, and takes 1.3 to 2 times as long.
             halves, given = carried.view(2, -1), carried_shard.view(-1)
@@ -206,6 +209,8 @@ class ProcessGroupCollectives:
         factor = 1 if output.dtype in _CARRIED else output.itemsize
         sizes = ([factor * n for n in output_numels], [factor * n for n in given_numels])
         carried, carried_given = _as_carried(output, given)
+        if self._is_gloo and output.is_cpu:
+            carried, carried_given = _under_other_storages(carried, carried_given)
         work = _issued(site, calls, c10d.all_to_all, carried, carried_given, self._reference(), sizes)
         return _WorkPending(site, work, (output, given), calls, calls.issued)
 
@@ -310,6 +315,28 @@ def _as_carried(*tensors: Tensor) -> Sequence[Tensor]:
 def _plain(*tensors: Tensor) -> Sequence[Tensor]:
     """Return the tensors, detached if one requires gradients: else c10d would add the outputs to autograd's graph."""
     return [each.detach() for each in tensors] if any(map(_REQUIRES_GRAD, tensors)) else tensors
+
+
+def _under_other_storages(output: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return CPU tensors over the same memory that is `output`'s, and so is that of `given` if it is a part of that.
+
+    A thread of gloo has references to what it was given, and keeps them for a moment after the collective is complete.
+    Who counts the references to full parameters, and so to their storage, finds none of these.
+    """
+    if not output.nbytes:
+        return output, given
+    bytes_of_it = _bytes(output.nbytes).from_address(output.data_ptr())
+    bytes_of_it.owner = output
+    other = torch.frombuffer(bytes_of_it, dtype=output.dtype).view(output.shape)
+    start = (given.data_ptr() - output.data_ptr()) // output.itemsize
+    if start >= 0 and start + given.numel() <= output.numel() and given.numel():
+        return other, other.view(-1)[start : start + given.numel()].view(given.shape)
+    return other, given
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes(count: int) -> Any:
+    return ctypes.c_ubyte * count
 
 
 def _issued(site: checks.Site, calls: GroupMonitor, call: Callable[..., T], *args: Any) -> T:
