@@ -316,6 +316,33 @@ def test_a_divergence_reaches_the_other_rank_also_if_it_is_reported_again() -> N
     assert any(holds for _, holds in found)
 
 
+def _reports_without_an_exception(comm: ProcessGroupCollectives) -> tuple[bool, bool]:
+    """As `_differs`; what the program reports is a failure of which nobody knows the exception."""
+    _steps(comm)
+    group = ProcessGroupCollectives(dist.new_group())
+    assert group.exchange(0) == [0, 0]
+    with pytest.raises(CommError):
+        for _ in range(2):
+            if comm.rank == 0:
+                group.all_reduce(torch.ones(3)).wait()
+            else:
+                group.all_gather(torch.empty(8), torch.ones(4)).wait()
+    relay = _NOW.relay
+    assert relay is not None
+    before = relay._own
+    tell_failure(None, "backward pass")
+    after = relay._own
+    return before is not None and bool(before.diverged), after is not None and "diverge" in after.message
+
+
+def test_a_divergence_is_told_until_something_says_more() -> None:
+    """A report without an exception, as of a frame that has ended, does not take the place of what says more."""
+    found = run_processes(2, _reports_without_an_exception, pg_timeout=PATIENCE)
+    # Of the two, one may have found it, and the other be told.
+    assert any(diverged for diverged, _ in found)
+    assert all(says for diverged, says in found if diverged)
+
+
 def _exchanges_something_else(comm: ProcessGroupCollectives) -> None:
     topology = Topology(comm)
     with pytest.raises(CommError) as caught:

@@ -111,8 +111,9 @@ class Relay:
             # Every call after the first on a broken group raises the same.
             return
         if own is not None and own.diverged and not failure.diverged:
-            # The exception by which the program learns of the divergence.
-            failure = attrs.evolve(failure, diverged=own.diverged)
+            # The exception by which the program learns of the divergence; if nobody knows it, the divergence says more.
+            kept = attrs.evolve(own, is_final=failure.is_final, issued={}) if failure.is_vague else failure
+            failure = attrs.evolve(kept, diverged=own.diverged)
         if not failure.issued:
             everything = [*self.calls.values()]
             failure = attrs.evolve(

@@ -356,3 +356,30 @@ def test_an_empty_gradient_counts_as_nothing(norm_type: float) -> None:
     expected = torch.linalg.vector_norm(gradients[1], norm_type)
     total = clip_gradients_({SingleCollectives(): gradients}, [], 100.0, norm_type, device=torch.device("cpu"))
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, -2.0, math.inf, -math.inf])
+def test_norms_of_float64_are_added_up_in_float64(norm_type: float, use_orig_params: bool) -> None:
+    """Their range and their digits are those of one process: what overflows in fp32 does not, and no gradient is lost."""
+
+    def huge(module: nn.Module, rank: int) -> Tensor:
+        out: Tensor = module(batch(rank).double()).square().sum() * 1e30
+        return out
+
+    def doubled() -> nn.Module:
+        return Stack().double()
+
+    def step(collectives: Collectives) -> tuple[Tensor, Grads]:
+        module = sharded(doubled, collectives, units=BLOCKS, use_orig_params=use_orig_params)
+        huge(module, collectives.rank).backward()
+        return clip_grad_norm_(module, 1.0, norm_type), full_gradients(module)
+
+    module = seeded(doubled)
+    gradients = mean_gradients(module, huge, 2)
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradients[name]
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 1.0, norm_type)
+    for norm, found in run(2, step):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0.0)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0.0)

@@ -91,6 +91,7 @@ def clip_grad_norm_(
         float(max_norm),
         float(norm_type),
         device=device,
+        dtype=torch.float64 if any(each.dtype.to_real() == torch.float64 for each in given) else torch.float32,
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         units=units,

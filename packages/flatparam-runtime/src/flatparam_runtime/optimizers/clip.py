@@ -31,8 +31,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
 
-    A sharded gradient counts with the parts of all ranks, also those of tensor parallelism; any other counts once. The
-    local norms are computed in fp32.
+    A sharded gradient counts with the parts of all ranks, also those of tensor parallelism; any other counts once.
+    Norms are computed in fp32, or in float64 if some parameter that is trained is.
 
     Args:
         error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
@@ -64,6 +64,7 @@ def clip_grad_norm_(
         max_norm,
         norm_type,
         device=device_of(units) if handles else next((g.device for g in whole), torch.device("cpu")),
+        dtype=_wide(module, units),
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         blame=functools.partial(_blame, module),
@@ -84,6 +85,7 @@ def clip_gradients_(
     norm_type: float = 2.0,
     *,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     blame: Callable[[], str] | None = None,
@@ -96,13 +98,14 @@ def clip_gradients_(
             passes the same groups in the same order, also if it has no part. Each group is asked once.
         whole: the other gradients; each counts once.
         device: the device on which the norms of the ranks are added up, which the groups reach.
+        dtype: the dtype in which they are added up, torch.float32 or torch.float64; the same on every rank.
         error_if_nonfinite: see `clip_grad_norm_`.
         foreach: see `clip_grad_norm_`.
         blame: says which gradients are not finite, for the error; every rank calls it then.
         units: those that have the gradients: the ranks compare `max_norm` and `norm_type` at the end of the next pass.
 
     Returns:
-        The total norm before scaling, 0-d, in fp32, on `device`, or on the CPU if shards of `units` are offloaded.
+        The total norm before scaling, 0-d, in `dtype`, on `device`, or on the CPU if shards of `units` are offloaded.
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
@@ -117,8 +120,9 @@ def clip_gradients_(
     if sums is not None and not math.isinf(norm_type):
         total = sums.norm(sharded, whole, norm_type, device)
     else:
-        parts = {over: _norm(gradients, norm_type, device) for over, gradients in sharded.items()}
-        known = [*([_norm(whole, norm_type, device)] if whole or not parts else ()), *_across_groups(parts, norm_type)]
+        parts = {over: _norm(gradients, norm_type, device, dtype) for over, gradients in sharded.items()}
+        known = [_norm(whole, norm_type, device, dtype)] if whole or not parts else []
+        known += _across_groups(parts, norm_type)
         # The norm of one number of it may differ from it in the last digit.
         total = known[0] if len(known) == 1 else torch.linalg.vector_norm(torch.stack(known), norm_type)
     if any(handle.is_offloaded for unit in units for handle in unit.handles):
@@ -187,7 +191,14 @@ def grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
     return [None if grad is None else grad[fragment.in_shard.as_slice()] for fragment in fragments]
 
 
-def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _wide(module: nn.Module, units: Sequence[Unit]) -> torch.dtype:
+    """Return the dtype in which norms are added up, of the parameters, so that every rank comes to the same."""
+    dtypes = {parameter.dtype.to_real() for parameter in module.parameters() if parameter.requires_grad}
+    dtypes |= {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     # An empty gradient does not have a norm of every type.
     norms = [
         torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
@@ -196,14 +207,14 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     ]
     if not norms:
         # It counts as nothing in the norm of all.
-        return torch.full((), math.inf if norm_type < 0 else 0.0, device=device)
+        return torch.full((), math.inf if norm_type < 0 else 0.0, dtype=dtype, device=device)
     if len({norm.device for norm in norms}) == 1:
         # One copy is enough for all.
-        together = torch.stack([norm.float() for norm in norms])
+        together = torch.stack([norm.to(dtype) for norm in norms])
         if together.device != device:
             together = streams_of(device).to_device(together, device)
     else:
-        together = torch.stack([norm.to(device, torch.float32) for norm in norms])
+        together = torch.stack([norm.to(device, dtype) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
 
@@ -225,11 +236,11 @@ def _across(group: Collectives, local: Tensor, norm_type: float) -> Tensor:
     if math.isinf(norm_type):
         # A maximum of floats may lose what is not a number: gloo's does. As integers, the bits of numbers that are not
         # negative have the same order, and those of what is not a number come after infinity.
-        bits = local.abs().view(torch.int32)
+        bits = local.abs().view(torch.int64 if local.dtype == torch.float64 else torch.int32)
         # The minimum is that of the negative ones' maximum.
         bits = bits if norm_type > 0 else bits.neg()
         group.all_reduce(bits, op=ReduceOp.MAX, label="gradient norm").wait()
-        return (bits if norm_type > 0 else bits.neg()).view(torch.float32)
+        return (bits if norm_type > 0 else bits.neg()).view(local.dtype)
     power = local.pow(norm_type)
     group.all_reduce(power, label="gradient norm").wait()
     return power.pow(1.0 / norm_type)
