@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import flatparam
 from flatparam_clients.second_door.door import fully_shard as ours
@@ -255,6 +257,89 @@ def hooked(shard: Shard) -> list[Any]:
     return [trained(model, optimizer), seen]
 
 
+def hooked_everywhere(shard: Shard) -> list[Any]:
+    """Note what hooks of all optimizers in the process see; the one before a step scales gradients by their norms."""
+    model, seen = mlp(shard), list[Any]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            norm = p.grad.norm().full_tensor()
+            seen.append((tuple(p.shape), isinstance(p, DTensor), norm.item(), len(optimizer.state)))
+            p.grad.div_(1 + norm)
+
+    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
+    found = [trained(model, optimizer), seen]
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+class ClipsEachAdamW(torch.optim.AdamW):
+    """A subclass that looks at norms, and is named as if it did not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            norm = parameter.grad.norm()
+            parameter.grad.div_((norm.full_tensor() if isinstance(norm, DTensor) else norm) + 0.1)
+        super().step(closure)
+
+
+def regrouped(shard: Shard, *, groups: bool) -> list[Any]:
+    """Freeze by taking parameters, or a group, out of an optimizer that keeps their states, and give them back."""
+    model = mlp(shard)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    found = [trained(model, optimizer)]
+    group = optimizer.param_groups[0]
+    if groups:
+        del optimizer.param_groups[0]
+    else:
+        group["params"] = parameters[1:2]
+    for _ in range(2):
+        found.append(trained(model, optimizer))
+        model.zero_grad()
+        found.append([len(optimizer.state), [told(state) for state in optimizer.state.values()]])
+    if groups:
+        optimizer.param_groups.append(group)
+    else:
+        group["params"] = parameters[:2]
+    return [*found, trained(model, optimizer), [tuple(each.shape) for each in optimizer.state]]
+
+
+def failing(shard: Shard) -> list[Any]:
+    """Look at an optimizer, and save its state, after a step that has raised; then go on."""
+    model = mlp(shard)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found: list[Any] = [trained(model, optimizer)]
+    loss_of(model, 0).backward()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("a bad step")
+
+    for closure in (None, fail):
+        if closure is None:
+            optimizer._init_group = fail
+        with pytest.raises(ValueError, match="a bad step"):
+            optimizer.step(closure)
+        vars(optimizer).pop("_init_group", None)
+        held = optimizer.param_groups[0]["params"]
+        found.append([tuple(p.shape) for p in held] + [isinstance(p, DTensor) for p in held])
+        found.append(told(optimizer.state_dict()))
+        whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        found.append(told(whole["state"]))
+    return [*found, trained(model, optimizer)]
+
+
+def compiled(shard: Shard, *, foreach: bool) -> list[Any]:
+    """Compile the step of an optimizer."""
+    model = mlp(shard)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return trained(model, optimizer)
+
+
 def saved(shard: Shard) -> list[Any]:
     """Save and copy states, parameters and gradients by other means than torch's checkpoints."""
     model = mlp(shard)
@@ -334,7 +419,14 @@ PROGRAMS: dict[str, Callable[[Shard], Any]] = {
     "an optimizer that looks at norms": functools.partial(stepped_by, kind=TrustRatio),
     "an optimizer with tensors of its own": functools.partial(stepped_by, kind=Outer),
     "torch's Muon": functools.partial(stepped_by, kind=functools.partial(torch.optim.Muon, lr=0.02), two_d=True),
+    "an optimizer that looks at norms behind a name": functools.partial(stepped_by, kind=ClipsEachAdamW),
     "hooks of an optimizer": hooked,
+    "hooks of all optimizers": hooked_everywhere,
+    "a group that is dropped": functools.partial(regrouped, groups=True),
+    "parameters that are dropped": functools.partial(regrouped, groups=False),
+    "a step that raises": failing,
+    "a compiled step": functools.partial(compiled, foreach=False),
+    "a compiled step of many": functools.partial(compiled, foreach=True),
     "hooks of parameters": watched,
     "a closure": functools.partial(closed, named=False),
     "a closure by its name": functools.partial(closed, named=True),

@@ -97,7 +97,7 @@ def test_muon_is_refused() -> None:
 @each_row(
     "make",
     [
-        *map(named, ("Lion", "FusedAdam", "AdamWScheduleFree", "MySGD")),
+        *map(named, ("Lion", "DistributedFusedAdam", "AdamWScheduleFree", "PagedAdamW8bit", "DecoupledLionW_8bit")),
         type("Mine", (torch.optim.AdamW,), {}),
     ],
     ids=lambda make: make.__name__,
@@ -111,6 +111,47 @@ def test_what_treats_each_element_alone_is_silent(make: Callable[..., Any], use_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(2, rank)
+
+
+class ClipsEach(torch.optim.AdamW):
+    """It looks at the norm of each gradient before it does what its base does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    parameter.grad.div_(parameter.grad.norm() + 0.1)
+        super().step(closure)
+
+
+class Cautious(Quiet):
+    """Elementwise, unless its setting is on, as Lion of timm."""
+
+    def __init__(self, parameters: Any, caution: bool) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, "caution": caution})
+
+
+def is_told_of(make: Callable[..., Any]) -> bool:
+    """Whether two ranks are told that an optimizer sees shards."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, lambda collectives: step(collectives, make, nn.Module.parameters))
+    return any("is not an optimizer that flatparam knows" in str(each.message) for each in caught)
+
+
+@each_row("name", ["StableAdamW", "NormSGD", "ClippedAdamW", "ScaledAdam", "MySGD", "AdamW", "SGD"])
+def test_a_step_of_ones_own_is_known_by_no_ending_of_a_name(name: str) -> None:
+    """A longer name than that of a known class says nothing, also if the base is one, and the class has its own step."""
+    assert is_told_of(type(name, (Quiet,), {})) is (name not in ("AdamW", "SGD"))
+    assert is_told_of(type(name, (ClipsEach,), {}))
+
+
+@each_row("caution", [False, True])
+def test_a_setting_may_have_one_look_at_more(caution: bool) -> None:
+    """Lion treats each element alone, and with caution it looks at whole parameters."""
+    kind = type("Lion", (Cautious,), {})
+    assert is_told_of(lambda parameters: kind(parameters, caution)) is caution
 
 
 @each_row("ranks", [1, 2])

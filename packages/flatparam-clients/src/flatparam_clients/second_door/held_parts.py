@@ -10,18 +10,19 @@ import contextlib
 import functools
 import itertools
 import operator
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias, final
 
 import attrs
+import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented
-from flatparam_runtime import OptimizerKind, kind_of_optimizer
-from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
+from flatparam_runtime import OptimizerKind, kind_of_optimizer, untraced
+from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS, STEPS
 from flatparam_state.optimizer import HOLDERS
 
 _HELD: Final = "_flatparam_held"
@@ -55,11 +56,18 @@ class _Held:
     has_parts: bool = False
     """Whether the optimizer holds the parts now."""
 
+    @contextlib.contextmanager
+    def parts_in(self, optimizer: optim.Optimizer) -> Iterator[None]:
+        """Have the optimizer hold the parts inside, and faces again after it, also if an exception ends it."""
+        self.take_off(optimizer)
+        try:
+            yield
+        finally:
+            if self.has_parts:
+                self.put_on(optimizer)
+
     def take_off(self, optimizer: optim.Optimizer) -> None:
         """Have the optimizer hold the parts, with their states."""
-        if self.has_parts:
-            # A step has failed on the way.
-            self.put_on(optimizer)
         self.list_parts(optimizer)
         self.shown = optimizer.state
         keys = [*map(id, self.shown)]
@@ -91,10 +99,11 @@ class _Held:
         self.list_faces(optimizer)
         stored: State = optimizer.state
         if stored is not self.stored or _identities(stored) != self.known:
-            known = {*map(id, stored)}
+            known, before = {*map(id, stored)}, {*map(id, self.shown)}
             for key in [each for each in self.shown if id(_part_of(each)) not in known]:
                 del self.shown[key]
-            of_part: dict[int, Any] = {}
+            # A program may have dropped a parameter, and not its state.
+            of_part: dict[int, Any] = {id(_part_of(key)): key for key in self.shown}
             for faces, parts in zip(self.faces, self.parts, strict=True):
                 of_part.update(zip(map(id, parts), faces, strict=True))
             for part, state in stored.items():
@@ -104,9 +113,9 @@ class _Held:
                 else:
                     self.shown[key].clear()
                     self.shown[key].update(state)
-            # In the order of the parameters, as an optimizer makes them that steps each by itself.
+            # What is new, in the order of the parameters, as an optimizer makes it that steps each by itself.
             for face in itertools.chain.from_iterable(self.faces):
-                if face in self.shown:
+                if face in self.shown and id(face) not in before:
                     self.shown[face] = self.shown.pop(face)
             self.keys = None
         for state in self.stored.values():
@@ -147,33 +156,52 @@ def _show(face: ShardedParameter, stored: dict[str, Any], shown: dict[str, Any])
         shown[name] = as_presented(value, face, shown.get(name))
 
 
-def _faces_of(optimizer: optim.Optimizer) -> bool:
-    """Return whether an optimizer holds a face, or did when its step began."""
-    held: _Held | None = vars(optimizer).get(_HELD)
-    if held is not None and held.has_parts:
-        return True
-    return any(isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"])
+def _may_step_parts(optimizer: optim.Optimizer) -> bool:
+    """Return whether an optimizer holds a face, and treats each element alone or knows of shards."""
+    if not any(isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"]):
+        return False
+    return bool(vars(optimizer).get(MAY_SEE_SHARDS, False)) or kind_of_optimizer(optimizer) is OptimizerKind.ELEMENTS
+
+
+def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Have the step of this optimizer's class, which is called next, hold parts."""
+    if _HELD not in vars(optimizer) and not torch.compiler.is_compiling() and _may_step_parts(optimizer):
+        kind: Any = type(optimizer)
+        _have_step_hold_parts(kind.step)
 
 
 @functools.lru_cache(maxsize=64)
-def _steps_parts(kind: Any) -> bool:
-    """Return whether the optimizers of a class treat each element alone."""
-    return kind_of_optimizer(kind) is OptimizerKind.ELEMENTS
+def _have_step_hold_parts(hooked: Any) -> None:
+    """Have the step inside of torch's function around it, which calls the hooks of users, hold parts.
+
+    So these hooks see faces, and the optimizer holds faces again also after an exception.
+
+    Raises:
+        RuntimeError: if this torch's function is made in another way.
+    """
+    cells = [cell for cell in hooked.__closure__ or () if cell.cell_contents is getattr(hooked, "__wrapped__", None)]
+    if not cells:
+        raise RuntimeError(f"{hooked.__qualname__} of this torch is not the function that flatparam knows")
+    cells[0].cell_contents = _holding_parts_in(cells[0].cell_contents)
 
 
-def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    kind: Any = type(optimizer)
-    may = _steps_parts(kind) or vars(optimizer).get(MAY_SEE_SHARDS, False)
-    if not (may and _faces_of(optimizer)):
-        return None
-    held: _Held = vars(optimizer).setdefault(_HELD, _Held())
-    _show_faces_to_hooks(optimizer)
-    held.take_off(optimizer)
-    if len(args) > 1 and args[1] is not None:
-        return (args[0], _seeing_faces(held, *args[:2]), *args[2:]), kwargs
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": _seeing_faces(held, optimizer, kwargs["closure"])}
-    return None
+def _holding_parts_in(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `step` of a class of optimizers, with parts in the places of faces."""
+
+    @functools.wraps(step)
+    @functools.partial(untraced, with_callees=False)
+    def stepped(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not _may_step_parts(optimizer):
+            return step(optimizer, *args, **kwargs)
+        held: _Held = vars(optimizer).setdefault(_HELD, _Held())
+        if args and args[0] is not None:
+            args = (_seeing_faces(held, optimizer, args[0]), *args[1:])
+        elif kwargs.get("closure") is not None:
+            kwargs["closure"] = _seeing_faces(held, optimizer, kwargs["closure"])
+        with held.parts_in(optimizer):
+            return step(optimizer, *args, **kwargs)
+
+    return stepped
 
 
 def _seeing_faces(held: _Held, optimizer: optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -189,52 +217,28 @@ def _seeing_faces(held: _Held, optimizer: optim.Optimizer, closure: Callable[[],
     return called
 
 
-def _take_off_again(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    held: _Held = vars(optimizer)[_HELD]
-    if not held.has_parts:
-        held.take_off(optimizer)
-
-
-def _show_faces_to_hooks(optimizer: optim.Optimizer) -> None:
-    """Have the hooks that users have registered with the optimizer itself see faces, before a step and after it."""
-    given: Any = optimizer
-    for hooks, register, first, last in (
-        (given._optimizer_step_pre_hooks, given.register_step_pre_hook, _after_step, _take_off_again),
-        (given._optimizer_step_post_hooks, given.register_step_post_hook, _after_step, None),
-    ):
-        if not any(hook not in (first, last) for hook in hooks.values()):
-            continue
-        known = {hook: number for number, hook in hooks.items()}
-        hooks.move_to_end(known[first] if first in known else register(first).id, last=False)
-        if last is not None:
-            hooks.move_to_end(known[last] if last in known else register(last).id)
-
-
-def _after_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    held: _Held | None = vars(optimizer).get(_HELD)
-    if held is not None and held.has_parts:
-        held.put_on(optimizer)
-
-
 @contextlib.contextmanager
 def _holding_parts(optimizer: optim.Optimizer) -> Iterator[None]:
-    _before_step(optimizer, (), {})
-    try:
+    held: _Held | None = vars(optimizer).get(_HELD)
+    if not _may_step_parts(optimizer) or (held is not None and held.has_parts):
         yield
-    finally:
-        _after_step(optimizer, (), {})
+        return
+    held = vars(optimizer).setdefault(_HELD, _Held())
+    with held.parts_in(optimizer):
+        yield
 
 
 @functools.cache
 def have_optimizers_step_parts() -> None:
     """Have each optimizer in the process hold the parts of faces while it steps; a second call does nothing."""
-    torchs: Any = sys.modules[optim.Optimizer.__module__]
-    for hook, register, known in (
-        (_before_step, torchs.register_optimizer_step_pre_hook, torchs._global_optimizer_pre_hooks),
-        (_after_step, torchs.register_optimizer_step_post_hook, torchs._global_optimizer_post_hooks),
-    ):
-        # Before the hook that looks at what is stepped, which others may have registered earlier.
-        known.move_to_end(register(hook).id, last=False)
+    # Those of torch at once, since a compiler may be given their step; any other when it steps first.
+    for kind in STEPS:
+        step: Any = kind.step
+        if getattr(step, "hooked", False):
+            _have_step_hold_parts(step)
+        else:
+            kind.step = _holding_parts_in(step)  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_before_step)
     HOLDERS.append(_holding_parts)
     zero_grad = optim.Optimizer.zero_grad
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -18,12 +19,17 @@ from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
 
 _PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam")
 """Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
-_TREATS_EACH_ALONE: Final = (
-    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd", "cpuadam"),
-    *("lion", "nadam", "radam", "rmsprop", "rprop", "schedulefree", "sgd", "sophia", "sophiag", "sparseadam"),
+_TREATS_EACH_ALONE: Final = frozenset(
+    (
+        *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd", "cpuadam"),
+        *("lion", "lionw", "nadam", "nadamw", "radam", "rmsprop", "rprop", "sgd", "sgdw", "sophia", "sophiag"),
+        *("adamwschedulefree", "radamschedulefree", "sgdschedulefree", "sparseadam"),
+    )
 )
-"""The ends of the names of classes that treat each element alone."""
-_PREFIXES: Final = ("fused", "distributed", "singledevice", "paged", "deepspeed")
+"""The names of classes that treat each element alone. A longer name may say what else a class looks at."""
+_LOOKS_AT_MORE: Final = ("caution", "cautious", "max_grad_norm")
+"""The settings with which such a class looks at whole parameters, if they are on."""
+_PREFIXES: Final = ("anyprecision", "decoupled", "deepspeed", "distributed", "fused", "paged", "singledevice")
 """Beginnings of names that say how a class computes, and not what."""
 _SUFFIX: Final = re.compile(r"(\d+bit|fp8)$")
 """The end of a name that says how a class keeps its state: `LAMB8bit` looks at what `LAMB` does."""
@@ -50,17 +56,30 @@ _NAMES: Final = {
 """Names of classes that compute with more than single elements, also as bases of other classes."""
 
 
-def kind_of_optimizer(optimizer: type[torch.optim.Optimizer]) -> OptimizerKind | None:
+def kind_of_optimizer(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> OptimizerKind | None:
     """The kind of a class of optimizers, by its name and those of its bases; `None` if flatparam does not know it.
 
-    A class counts as its base that treats each element alone only if it has the `step` of that base.
+    A class treats each element alone if it has such a name, or a base, and the `step` of each such base. An optimizer
+    counts as its class, unless one of its settings has it look at more.
     """
-    names = [_plain_name(base) for base in optimizer.__mro__ if issubclass(base, torch.optim.Optimizer)]
+    made_by: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
+    kind = _kind_of_class(made_by)
+    if isinstance(optimizer, type):
+        return kind
+    looks_at_more = any(group.get(name) for group in optimizer.param_groups for name in _LOOKS_AT_MORE)
+    return None if kind is OptimizerKind.ELEMENTS and looks_at_more else kind
+
+
+@functools.lru_cache(maxsize=64)
+def _kind_of_class(optimizer: Any) -> OptimizerKind | None:
+    bases: list[Any] = [base for base in optimizer.__mro__ if issubclass(base, torch.optim.Optimizer)]
     for kind, known in _NAMES.items():
-        if any(_names_one_of(name, known) for name in names):
+        if any(_names_one_of(_plain_name(base), known) for base in bases):
             return kind
-    is_known = any(_plain_name(base).endswith(_TREATS_EACH_ALONE) for base in _with_this_step(optimizer))
-    return OptimizerKind.ELEMENTS if is_known else None
+    alone = [base for base in bases if _plain_name(base) in _TREATS_EACH_ALONE]
+    # Torch wraps the step in each class anew.
+    has_their_step = all(inspect.unwrap(base.step) is inspect.unwrap(optimizer.step) for base in alone)
+    return OptimizerKind.ELEMENTS if alone and has_their_step else None
 
 
 def allow_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +98,7 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     if vars(optimizer).get(MAY_SEE_SHARDS, False):
         return
     made_by = type(optimizer)
-    kind = kind_of_optimizer(made_by)
+    kind = kind_of_optimizer(optimizer)
     if kind is OptimizerKind.ELEMENTS:
         return
     if kind is OptimizerKind.ALL:
@@ -118,20 +137,13 @@ def _warn(kind: str, part: _Part) -> None:
 
 def _plain_name(kind: type) -> str:
     name = kind.__name__.lower().lstrip("_")
-    for prefix in _PREFIXES:
+    while (prefix := next(filter(name.startswith, _PREFIXES), name)) != name:
         name = name.removeprefix(prefix)
-    return _SUFFIX.sub("", name)
+    return _SUFFIX.sub("", name).rstrip("_")
 
 
 def _names_one_of(name: str, known: tuple[str, ...]) -> bool:
     return name.endswith(known) or any(each in name for each in known if each not in _PARTS_OF_WORDS)
-
-
-def _with_this_step(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
-    """`kind`, and the classes that it has its `step` from, which torch wraps in each class anew."""
-    step = inspect.unwrap(kind.step)
-    bases = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer)]
-    return [base for base in bases if base is kind or inspect.unwrap(base.step) is step]
 
 
 @final
