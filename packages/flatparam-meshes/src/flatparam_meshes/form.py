@@ -176,13 +176,17 @@ class MeshForm:
         return _arrived(shown.to_local()).contiguous()
 
     def flattened(self, shown: object) -> object:
-        """Return the local part of a tensor like the one that modules see; anything else as it is.
+        """Return the local part of a tensor like the one that modules see, or of all of it; anything else as it is.
 
         Raises:
             FlatParamError: for a `DTensor` of the same shape over a mesh that does not end in this one.
         """
-        if not isinstance(shown, DTensor) or shown.shape != self.shape:
+        if not isinstance(shown, Tensor) or shown.shape != self.shape:
             return shown
+        if not isinstance(shown, DTensor):
+            if self.box is None:
+                return shown
+            return shown[tuple(slice(start, start + size) for start, size in zip(*self.box, strict=True))]
         if shown.device_mesh != self.mesh:
             if not self._is_end_of(shown.device_mesh):
                 raise FlatParamError(

@@ -193,13 +193,12 @@ class UnitMeshes:
                 found[across] = None
         return list(found)
 
-    def ordered(self, handles: Sequence[FlatParamHandle]) -> list[Collectives]:
-        """Return the groups beside those of data parallelism whose ranks do the same with the unit, in one order.
+    def ordered(self, handles: Sequence[FlatParamHandle]) -> dict[Collectives, bool]:
+        """Return the groups beside those of data parallelism, and whether their ranks do the same with the unit.
 
-        Ranks compare what they have done over these, too. Parts of different sizes take different numbers of bytes, so
-        ranks that hold such parts are not compared.
+        Ranks compare what they have done over these, too. Parts of different sizes take different numbers of bytes.
         """
-        return self.groups(handles, experts=False) if self.sums_late else []
+        return dict.fromkeys(self.groups(handles, experts=False), self.sums_late)
 
     def groups_beside(
         self, handles: Sequence[FlatParamHandle], groups: Iterable[Collectives | None]
@@ -240,6 +239,11 @@ class AllRanks:
 
     topology: Topology
     beside: tuple[Collectives, ...]
+
+    @property
+    def groups(self) -> tuple[Collectives, ...]:
+        """The groups of several ranks; what the first rank has reaches all by one after the other, the last first."""
+        return (*self.topology.groups, *(group for group in self.beside if group.size > 1))
 
     @property
     def rank(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -21,6 +21,7 @@ from flatparam_runtime import (
     unit_of,
     units_in,
 )
+from flatparam_state.forms.chunker import is_dtensor
 from flatparam_state.forms.deferred import is_ordinary
 from flatparam_state.forms.tiling import EveryRank
 from flatparam_state.places import mesh_groups, mesh_handles
@@ -41,6 +42,19 @@ def all_of(model: nn.Module) -> Any:
     """Return the ranks that hold `model` together, on whatever mesh, with `exchange`, `rank` and `is_first`."""
     topology, handles = topology_of(model), mesh_handles(units_in(model))
     return handles[0].forms.meshes.all_ranks(topology, handles) if handles else topology
+
+
+def told_by_first(model: nn.Module, values: Iterable[Any]) -> Any:
+    """Return the ranks that a state of the first one is for: all that hold `model`; every one of them calls it.
+
+    If `values` are `DTensor`s on some rank, each first rank of data parallelism has its own, for its own ranks.
+    """
+    everyone = all_of(model)
+    if isinstance(everyone, Topology) or not any(
+        everyone.exchange(any(map(is_dtensor, values)), label="kind of state")
+    ):
+        return everyone
+    return topology_of(model)
 
 
 def ranks_of(model: nn.Module | None) -> ExchangesValues:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from flatparam.compat import Patch
+from flatparam.compat import Patch, inner_of
 from flatparam.sharded_grad_scaler import ShardedGradScaler, agree, gradients_of
 from flatparam_core import FlatParamError
 from flatparam_runtime import Collectives, Unit, clip_gradients_, holder_of_parameter
@@ -91,7 +91,6 @@ def clip_grad_norm_(
         float(max_norm),
         float(norm_type),
         device=device,
-        dtype=torch.float64 if any(each.dtype.to_real() == torch.float64 for each in given) else torch.float32,
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         units=units,
@@ -126,7 +125,7 @@ def _have_torch_clip() -> None:
     Torch's functions call an inner function inside of `no_grad`. That one is replaced, and not a name, because programs
     hold the outer one: `from torch.nn.utils import clip_grad_norm_`.
     """
-    cell = _inner(nn.utils.clip_grad_norm_)
+    cell = inner_of(nn.utils.clip_grad_norm_)
     torchs: Callable[..., Tensor] = cell.cell_contents
 
     @functools.wraps(torchs)
@@ -142,7 +141,7 @@ def _have_torch_clip() -> None:
     cell.cell_contents = routed
     norm = getattr(nn.utils, "get_total_norm", None)
     if norm is not None:
-        _guard(_inner(norm))
+        _guard(inner_of(norm))
 
 
 def _guard(cell: CellType) -> None:
@@ -161,19 +160,6 @@ def _guard(cell: CellType) -> None:
         return torchs(given, *arguments, **named)
 
     cell.cell_contents = guarded
-
-
-def _inner(outer: Any) -> CellType:
-    """Return the cell of the function that `outer` calls inside of `no_grad`.
-
-    Raises:
-        RuntimeError: if this torch's function is made in another way.
-    """
-    for cell in outer.__closure__ or ():
-        if callable(cell.cell_contents) and cell.cell_contents is outer.__wrapped__:
-            found: CellType = cell
-            return found
-    raise RuntimeError(f"torch.nn.utils.{outer.__name__} of this torch is not the function that flatparam knows")
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flatparam.compat import inner_of
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented
 from flatparam_runtime import OptimizerKind, kind_of_optimizer, untraced
 from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS, STEPS
@@ -179,10 +180,8 @@ def _have_step_hold_parts(hooked: Any) -> None:
     Raises:
         RuntimeError: if this torch's function is made in another way.
     """
-    cells = [cell for cell in hooked.__closure__ or () if cell.cell_contents is getattr(hooked, "__wrapped__", None)]
-    if not cells:
-        raise RuntimeError(f"{hooked.__qualname__} of this torch is not the function that flatparam knows")
-    cells[0].cell_contents = _holding_parts_in(cells[0].cell_contents)
+    cell = inner_of(hooked)
+    cell.cell_contents = _holding_parts_in(cell.cell_contents)
 
 
 def _holding_parts_in(step: Callable[..., Any]) -> Callable[..., Any]:

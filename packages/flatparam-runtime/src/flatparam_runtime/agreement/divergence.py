@@ -19,19 +19,19 @@ class DivergenceError(FlatParamError):
     """The ranks are not running the same model or the same program; raised on every rank."""
 
 
-def groups_of(units: Iterable[Unit], *, only_meshes: bool = False) -> dict[Collectives, list[Unit]]:
-    """Return every group that `units` shard, replicate or are cut over, with the units that use it."""
+def groups_of(units: Sequence[Unit], *, only_meshes: bool = False) -> dict[Collectives, list[Unit]]:
+    """Return every group that `units` shard, replicate or are cut over, with the units that use it.
+
+    Without those over which the ranks do different things with some unit, since they compare what they do with all.
+    """
+    meshes = {unit: each for unit in units for handle in unit.handles if (each := handle.forms.meshes) is not None}
+    beside = {unit: each.ordered(unit.handles) for unit, each in meshes.items()}
+    differ = {group for groups in beside.values() for group, is_alike in groups.items() if not is_alike}
     by_group: dict[Collectives, list[Unit]] = {}
-    topology, found = None, []
     for unit in units:
-        meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
-        if meshes is not None or unit.plan.topology is not topology:
-            topology = unit.plan.topology if meshes is None else None
-            others = () if meshes is None else meshes.ordered(unit.handles)
-            groups = others if only_meshes else (*unit.plan.topology.groups, *others)
-            found = [by_group.setdefault(group, []) for group in groups]
-        for members in found:
-            members.append(unit)
+        others = (group for group in beside.get(unit, ()) if group not in differ)
+        for group in (*(() if only_meshes else unit.plan.topology.groups), *others):
+            by_group.setdefault(group, []).append(unit)
     return by_group
 
 

@@ -58,24 +58,21 @@ def clip_grad_norm_(
             "is that of the other ranks, or zero",
             stacklevel=3,
         )
+    held = {id(p) for handle in handles for p in handle.exposure.listed()}
+    dtypes = {p.dtype.to_real() for p in module.parameters() if p.requires_grad and id(p) not in held}
+    dtypes |= {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
     total = clip_gradients_(
         sharded,
         whole,
         max_norm,
         norm_type,
         device=device_of(units) if handles else next((g.device for g in whole), torch.device("cpu")),
-        dtype=_wide(module, units),
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
         blame=functools.partial(_blame, module),
         units=units,
     )
-    trained = (handle for unit in units for handle in unit.trainable)
-    found = [g.dtype for g in whole] + [handle.precision.grad(handle.layout.dtype) for handle in trained]
-    # The norm of complex numbers is a real one.
-    dtypes = [each.to_real() for each in found]
-    dtype: torch.dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else total.dtype
-    return total.to(dtype)
+    return total.to(functools.reduce(torch.promote_types, dtypes or {total.dtype}))
 
 
 def clip_gradients_(
@@ -85,7 +82,6 @@ def clip_gradients_(
     norm_type: float = 2.0,
     *,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     blame: Callable[[], str] | None = None,
@@ -98,14 +94,13 @@ def clip_gradients_(
             passes the same groups in the same order, also if it has no part. Each group is asked once.
         whole: the other gradients; each counts once.
         device: the device on which the norms of the ranks are added up, which the groups reach.
-        dtype: the dtype in which they are added up, torch.float32 or torch.float64; the same on every rank.
         error_if_nonfinite: see `clip_grad_norm_`.
         foreach: see `clip_grad_norm_`.
         blame: says which gradients are not finite, for the error; every rank calls it then.
-        units: those that have the gradients: the ranks compare `max_norm` and `norm_type` at the end of the next pass.
+        units: those that have the gradients; ranks compare `max_norm` and `norm_type` at the end of their next pass.
 
     Returns:
-        The total norm before scaling, 0-d, in `dtype`, on `device`, or on the CPU if shards of `units` are offloaded.
+        The total norm before scaling: 0-d, fp32 or float64, on `device`, or on the CPU if shards are offloaded.
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
@@ -120,6 +115,10 @@ def clip_gradients_(
     if sums is not None and not math.isinf(norm_type):
         total = sums.norm(sharded, whole, norm_type, device)
     else:
+        # The same on every rank, also on one without gradients.
+        dtypes = {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
+        dtypes = dtypes or {gradient.dtype.to_real() for gradient in whole}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         parts = {over: _norm(gradients, norm_type, device, dtype) for over, gradients in sharded.items()}
         known = [_norm(whole, norm_type, device, dtype)] if whole or not parts else []
         known += _across_groups(parts, norm_type)
@@ -189,13 +188,6 @@ def grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
     grad = handle.flat_param.grad
     fragments = handle.layout.fragments(handle.rank)
     return [None if grad is None else grad[fragment.in_shard.as_slice()] for fragment in fragments]
-
-
-def _wide(module: nn.Module, units: Sequence[Unit]) -> torch.dtype:
-    """Return the dtype in which norms are added up, of the parameters, so that every rank comes to the same."""
-    dtypes = {parameter.dtype.to_real() for parameter in module.parameters() if parameter.requires_grad}
-    dtypes |= {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -63,10 +63,8 @@ def kind_of_optimizer(optimizer: type[torch.optim.Optimizer] | torch.optim.Optim
     counts as its class, unless one of its settings has it look at more.
     """
     made_by: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
-    kind = _kind_of_class(made_by)
-    if isinstance(optimizer, type):
-        return kind
-    looks_at_more = any(group.get(name) for group in optimizer.param_groups for name in _LOOKS_AT_MORE)
+    kind, groups = _kind_of_class(made_by), () if isinstance(optimizer, type) else optimizer.param_groups
+    looks_at_more = any(group.get(name) for group in groups for name in _LOOKS_AT_MORE)
     return None if kind is OptimizerKind.ELEMENTS and looks_at_more else kind
 
 

@@ -42,12 +42,16 @@ def holder_of(handle: FlatParamHandle) -> Unit | None:
 
 def holder_of_parameter(parameter: Tensor) -> Unit | None:
     """Return the unit whose flat parameter `parameter` is, or is a part of; None if it is neither."""
+    owner = _owner_of(parameter)
+    return None if owner is None else holder_of(owner[0])
+
+
+def _owner_of(parameter: Tensor) -> tuple[FlatParamHandle, int | None] | None:
+    """Return the handle that has the values of `parameter`, and its index there; None stands for all of a flat one."""
     if isinstance(parameter, FlatParameter):
         handle = handle_of(parameter)
-    else:
-        owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
-        handle = None if owner is None else owner[0]
-    return None if handle is None else holder_of(handle)
+        return None if handle is None else (handle, None)
+    return owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
 
 
 def units_in(module: nn.Module) -> tuple[Unit, ...]:
@@ -140,15 +144,8 @@ def _forget_the_reduced() -> None:
 
 def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]:
     found: dict[FlatParamHandle, set[int]] = {}
-    for parameter in parameters:
-        if isinstance(parameter, FlatParameter):
-            handle = handle_of(parameter)
-            if handle is not None:
-                found.setdefault(handle, set()).update(range(len(handle.layout.slots)))
-        else:
-            owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
-            if owner is not None:
-                found.setdefault(owner[0], set()).add(owner[1])
+    for handle, index in filter(None, map(_owner_of, parameters)):
+        found.setdefault(handle, set()).update(range(len(handle.layout.slots)) if index is None else (index,))
     return found
 
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_runtime import ParamSpec, Span, Topology, broadcast_tensors
+from flatparam_runtime import ParamSpec, Span, broadcast_tensors
 
 
 class LazyValue(abc.ABC):
@@ -39,18 +39,18 @@ class Streamed:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    topology: Topology | None = None
-    """The ranks that it is for; known when it is to arrive."""
+    ranks: Any = None
+    """The ranks that it is for (see `flatparam_state.ranks.all_of`); known when it is to arrive."""
     device: torch.device | None = None
     tensor: Any = None
 
     def arrive(self) -> torch.Tensor:
         """Return the tensor, on every rank; every rank calls it. Extra memory: the tensor, until it is dropped."""
-        assert self.topology is not None, "it is completed before it is used"
+        assert self.ranks is not None, "it is completed before it is used"
         full = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         if self.tensor is not None:
             full.copy_(as_tensor(self.tensor))
-        for group in reversed(self.topology.groups):
+        for group in reversed(self.ranks.groups):
             broadcast_tensors(group, [full], label="state of the first rank")
         return full
 
@@ -102,9 +102,9 @@ def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not_ordinary(value) is None
 
 
-def from_first(topology: Topology, value: Any, *, label: str) -> Any:
-    """Return the first rank's `value` (small, and picklable), on every rank."""
-    for group in reversed(topology.groups):
+def from_first(ranks: Any, value: Any, *, label: str) -> Any:
+    """Return the first rank's `value` (small, and picklable), on every rank of a topology, or of all that it has."""
+    for group in reversed(ranks.groups):
         value = group.exchange(value if group.rank == 0 else None, label=label)[0]
     return value
 

@@ -168,6 +168,8 @@ class Wanted:
     """The device on which collectives work."""
     presented_over: int = 0
     """The dimensions of the mesh of the `DTensor` that modules see, of which the tensor is this rank's part."""
+    whole: tuple[int, ...] | None = None
+    """The shape of that `DTensor`; a full tensor of it fits, too."""
     flattened: Callable[[Any], Any] = _as_it_is
     """Turns a value like what modules see, such as a quantised weight, into what is sharded of it."""
     lay: Callable[[torch.Tensor, torch.Tensor], None] = _copy
@@ -187,6 +189,7 @@ class Wanted:
             handle.rank,
             handle.device,
             int(handle.has_presenter(index)) if form is None else form.mesh.ndim,
+            None if form is None else tuple(form.shape),
             lambda value: handle.flattened(index, value),
         )
 
@@ -225,7 +228,7 @@ class Wanted:
         Its type and shape are the same on every rank.
         """
         if isinstance(value, (Streamed, LazyTensor)):
-            if value.shape != self.spec.shape:
+            if value.shape not in (self.spec.shape, self.whole if isinstance(value, Streamed) else None):
                 return f"shape {value.shape}"
             return _not_ordinary(value.tensor) if isinstance(value, Streamed) else None
         value = self.flattened(value)
@@ -244,13 +247,11 @@ class Wanted:
         """
         if isinstance(value, LazyTensor):
             return value.part(self.spec, self.span)
-        value = self.flattened(value)
-        span = self.span.as_slice()
         if not isinstance(value, torch.Tensor) and is_tensor_like(value):
             value = as_tensor(value)
-        if isinstance(value, Streamed):
-            value = value.arrive()
-        elif is_dtensor(value):
+        value = self.flattened(value.arrive() if isinstance(value, Streamed) else value)
+        span = self.span.as_slice()
+        if is_dtensor(value):
             if chunker is OWN_CHUNKER and not self.presented_over and is_chunked_over(value, self._group):
                 held = Tiling.of_chunks(value.shape, self._group.size)
                 local = {box.offsets: value.to_local() for box in held.of_rank(self.rank)}

@@ -28,6 +28,7 @@ from flatparam_state.optimizer.entry import AsItIs, PerRank, State, copy_value, 
 from flatparam_state.optimizer.first_state import keeps_otherwise, names_like_parameter, names_of_first_state
 from flatparam_state.optimizer.held import Held, Holding
 from flatparam_state.places import places_in
+from flatparam_state.ranks import told_by_first
 
 
 @attrs.frozen(eq=False)
@@ -87,9 +88,14 @@ class SavedStates:
 
 def has_cut_values(state_dict: Any) -> bool:
     """Return whether some state is cut over ranks, which then have to communicate; the same on every rank."""
+    return any(map(_is_cut, _values(state_dict)))
+
+
+def _values(state_dict: Any) -> Iterator[Any]:
+    """Yield the values of all states; nothing of what has another form, which is refused later."""
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     entries = state.values() if isinstance(state, Mapping) else ()
-    return any(map(_is_cut, (value for each in entries if isinstance(each, Mapping) for value in each.values())))
+    yield from (value for each in entries if isinstance(each, Mapping) for value in each.values())
 
 
 def _is_cut(value: Any) -> bool:
@@ -175,7 +181,7 @@ def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
     place = next(iter(places_in(model)), None)
     if place is None:
         return state_dict
-    topology, device = place.unit.topology, place.handle.device
+    ranks, device = told_by_first(model, _values(state_dict)), place.handle.device
 
     def mapped(state: Any, tensor: Callable[[str, str, Any], Any]) -> Any:
         if not isinstance(state, Mapping) or "state" not in state:
@@ -196,11 +202,11 @@ def streamed(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, An
     def arriving(fqn: str, name: str, value: Any) -> Any:
         if not isinstance(value, Streamed):
             return value
-        here = state_dict["state"][fqn][name] if topology.is_first else None
-        return attrs.evolve(value, topology=topology, device=device, tensor=here)
+        here = state_dict["state"][fqn][name] if ranks.is_first else None
+        return attrs.evolve(value, ranks=ranks, device=device, tensor=here)
 
-    skeleton = mapped(state_dict, described) if topology.is_first else None
-    return mapped(from_first(topology, skeleton, label="optimizer state"), arriving)  # type: ignore[no-any-return]
+    skeleton = mapped(state_dict, described) if ranks.is_first else None
+    return mapped(from_first(ranks, skeleton, label="optimizer state"), arriving)  # type: ignore[no-any-return]
 
 
 _LIKE_PARAMETER: Final = frozenset(

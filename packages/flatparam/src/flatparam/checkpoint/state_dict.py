@@ -7,10 +7,11 @@ place, these functions call torch's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,8 +31,12 @@ from flatparam.wrapper.interior import wrappers_in
 from flatparam_core import FlatParamError, clean_fqn
 from flatparam_runtime import units_in
 from flatparam_state import StateForm, load_optimizer_state, model_state_dict, optimizer_state_dict
+from flatparam_state.forms.chunker import is_dtensor
 from flatparam_state.optimizer.held import Holding, held_parameters
 from flatparam_state.places import places_in
+from flatparam_state.ranks import all_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "StateDictOptions",
@@ -70,12 +75,27 @@ class StateDictOptions:
     dsd_fqn_modifiers: str = "_fqn_modifiers"
 
 
+def _of_sharded_models(function: F) -> F:
+    """Have torch's own function of the same name answer for a model that flatparam does not shard."""
+
+    @functools.wraps(function)
+    def answer(model: nn.Module, *args: Any, **named: Any) -> Any:
+        if units_in(model):
+            return function(model, *args, **named)
+        # Torch's module also loads torch's FSDP, so it is imported only if it is needed.
+        home = "torch.distributed.checkpoint.state_dict"
+        if named.get("options") is not None:
+            named["options"] = torchs_own(home, "StateDictOptions")(**vars(named["options"]))
+        return torchs_own(home, function.__name__)(model, *args, **named)
+
+    return cast("F", answer)
+
+
+@_of_sharded_models
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
     """Return the model's state under clean names, sharded by default; every rank calls it."""
-    if not units_in(model):
-        return _torchs("get_model_state_dict")(model, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     options = _checked(options)
     state: dict[str, Any]
     if wrappers_in(model):
@@ -83,15 +103,16 @@ def get_model_state_dict(
             state = model.state_dict()
     else:
         state = model_state_dict(model, form=_form(model, options))
+    state = {clean_fqn(key): _whole(value, options) for key, value in state.items()}
     if _is_elsewhere(model, options):
         return {}
-    state = {clean_fqn(key): value for key, value in state.items()}
     if options.ignore_frozen_params:
         frozen = _frozen(model)
         state = {key: value for key, value in state.items() if key not in frozen}
     return _of_submodules(model, state, submodules, options.keep_submodule_prefixes) if submodules else state
 
 
+@_of_sharded_models
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -104,21 +125,21 @@ def get_optimizer_state_dict(
     Of an optimizer that has not made a step yet it is what the first step will start from. The optimizer is left as it
     is; torch steps it, with zeros for gradients, and so the run that goes on from there counts a step too many.
     """
-    if not units_in(model):
-        ask = _torchs("get_optimizer_state_dict")
-        return ask(model, optimizers, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     options = _checked(options)
     form = _form(model, options)
     state: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _several(optimizers):
         found = optimizer_state_dict(model, optimizer, form=form, first_state=True)
-        state["state"] |= found.get("state", {})
+        for fqn, values in found.get("state", {}).items():
+            values.update({name: _whole(value, options) for name, value in values.items()})
+            state["state"][fqn] = values
         state["param_groups"] += found.get("param_groups", [])
     if _is_elsewhere(model, options):
         return {}
     return flattened(state) if options.flatten_optimizer_state_dict else state
 
 
+@_of_sharded_models
 def get_state_dict(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -127,15 +148,13 @@ def get_state_dict(
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model's state and the optimizers' state; see `get_model_state_dict`, `get_optimizer_state_dict`."""
-    if not units_in(model):
-        ask = _torchs("get_state_dict")
-        return ask(model, optimizers, submodules=submodules, options=_for_torch(options))  # type: ignore[no-any-return]
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
     )
 
 
+@_of_sharded_models
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> Any:
     """Load a model state of any form; every rank calls it.
 
@@ -145,8 +164,6 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], 
     Raises:
         RuntimeError: if keys or shapes do not fit; the error names every key.
     """
-    if not units_in(model):
-        return _torchs("set_model_state_dict")(model, model_state_dict, options=_for_torch(options))
     options = _checked(options)
     state = _with_prefixes(model, model_state_dict)
     if not wrappers_in(model):
@@ -161,6 +178,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], 
         return model.load_state_dict(state, strict=options.strict)
 
 
+@_of_sharded_models
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -173,16 +191,13 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: if a parameter has no state and the options are strict.
     """
-    if not units_in(model):
-        set_state = _torchs("set_optimizer_state_dict")
-        set_state(model, optimizers, optim_state_dict=optim_state_dict, options=_for_torch(options))
-        return
     options = _checked(options)
     loads = [(optimizer, _to_load(model, optimizer, optim_state_dict, options)) for optimizer in _several(optimizers)]
     for optimizer, state in loads:
         optimizer.load_state_dict(state)
 
 
+@_of_sharded_models
 def set_state_dict(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -195,26 +210,9 @@ def set_state_dict(
 
     An empty model state is none, so that the optimizers' state is loaded alone.
     """
-    if not units_in(model):
-        return _torchs("set_state_dict")(
-            model,
-            optimizers,
-            model_state_dict=model_state_dict,
-            optim_state_dict=optim_state_dict,
-            options=_for_torch(options),
-        )
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return incompatible
-
-
-def _torchs(name: str) -> Any:
-    """Torch's own function; its module also loads torch's FSDP, so it is imported only if it is needed."""
-    return torchs_own("torch.distributed.checkpoint.state_dict", name)
-
-
-def _for_torch(options: Any) -> Any:
-    return options if options is None else _torchs("StateDictOptions")(**vars(options))
 
 
 def _checked(given: Any) -> StateDictOptions:
@@ -247,9 +245,16 @@ def _form_of(model: nn.Module, options: StateDictOptions) -> Generator[None, Non
 
 def _is_elsewhere(model: nn.Module, options: StateDictOptions) -> bool:
     """Return whether only the first rank gets the state, and this is another."""
-    if not (options.full_state_dict and options.cpu_offload):
-        return False
-    return not next(place.unit.topology for place in places_in(model)).is_first
+    return options.full_state_dict and options.cpu_offload and not all_of(model).is_first
+
+
+def _whole(value: Any, options: StateDictOptions) -> Any:
+    """Return all of a `DTensor` over ranks beside those of data parallelism, if full tensors are asked for."""
+    if not (options.full_state_dict and is_dtensor(value)):
+        return value
+    # Collectives work on the device of the mesh.
+    full = value.to(value.device_mesh.device_type).full_tensor()
+    return full.cpu() if options.cpu_offload else full
 
 
 def _frozen(model: nn.Module) -> set[str]:

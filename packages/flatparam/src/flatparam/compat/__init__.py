@@ -11,11 +11,15 @@ import enum
 import importlib
 import threading
 from collections.abc import Iterable
+from types import CellType
 from typing import Any, Final, TypeVar, final
 
 import attrs
 
-__all__ = ["INSTALLED", "LOCK", "LikeTorchs", "Patch", "apply", "as_config", "as_enum", "restore", "torchs_own"]
+__all__ = [
+    *("INSTALLED", "LOCK", "LikeTorchs", "Patch", "apply", "as_config", "as_enum", "inner_of", "restore"),
+    "torchs_own",
+]
 
 E = TypeVar("E", bound=enum.Enum)
 C = TypeVar("C")
@@ -143,6 +147,20 @@ def torchs_own(module: str, name: str) -> Any:
             if patch.holder is holder and patch.name == name:
                 return patch.before
     return getattr(holder, name)
+
+
+def inner_of(outer: Any) -> CellType:
+    """Return the cell of the function of torch's inside of `outer`: programs hold the outer one.
+
+    Raises:
+        RuntimeError: if this torch's function is made in another way.
+    """
+    for cell in outer.__closure__ or ():
+        if cell.cell_contents is outer.__wrapped__:
+            return cell  # type: ignore[no-any-return]
+    raise RuntimeError(
+        f"{outer.__module__}.{outer.__qualname__} of this torch is not the function that flatparam knows"
+    )
 
 
 def apply(patches: Iterable[Patch]) -> list[Patch]:

@@ -14,12 +14,11 @@ from flatparam.debug_log import SimpleProfiler
 from flatparam.sharding.extensions import chunker
 from flatparam.state.saving import modules_of_unit
 from flatparam.wrapper.interior import Interior, TreeLoad, interior_of
-from flatparam_comm import Topology
 from flatparam_core import FSDP_WRAPPED_MODULE, clean_fqn
 from flatparam_state.forms.deferred import Streamed, as_tensor, from_first, is_tensor_like, shape_of
 from flatparam_state.model.load import COMPILED, ModelLoad, put_inside
 from flatparam_state.places import places_in, places_of
-from flatparam_state.ranks import refused_anywhere
+from flatparam_state.ranks import refused_anywhere, told_by_first
 
 
 def attach_loading(wrapper: nn.Module) -> None:
@@ -161,27 +160,16 @@ def streamed(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     The parameters of units are sent when they are loaded, one after the other; everything else is sent here.
     Every rank calls it.
     """
-    places = list(places_in(model))
-    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
+    ranks, whole = _of_first(model, state, lambda tensor: Streamed(shape_of(tensor), as_tensor(tensor).dtype))
+    if ranks is None:
         return state
-    topology, device = places[0].unit.topology, places[0].handle.device
+    places = list(places_in(model))
     sharded = {name for place in places for names in place.names for name in names}
-    skeleton = from_first(
-        topology,
-        {
-            key: Streamed(shape_of(value), as_tensor(value).dtype) if is_tensor_like(value) else value
-            for key, value in state.items()
-        },
-        label="state dict",
-    )
-    whole: Any = OrderedDict()
-    for key, value in skeleton.items():
+    for key, value in whole.items():
         if isinstance(value, Streamed):
-            value = attrs.evolve(value, topology=topology, device=device, tensor=state.get(key))
+            value = attrs.evolve(value, ranks=ranks, device=places[0].handle.device, tensor=state.get(key))
             whole[key] = value if key in sharded else value.arrive()
-        else:
-            whole[key] = value
-    whole._metadata = from_first(topology, getattr(state, "_metadata", None), label="state dict")
+    whole._metadata = from_first(ranks, getattr(state, "_metadata", None), label="state dict")
     return cast("Mapping[str, Any]", whole)
 
 
@@ -190,19 +178,20 @@ def with_names_of_first(model: nn.Module, state: Mapping[str, Any]) -> Mapping[s
 
     In the places of the first rank's tensors the others have tensors on the meta device.
     """
-    places = list(places_in(model))
-    if not places or not _is_only_on_first(places[0].unit.topology, bool(state)):
-        return state
-    named: Any = OrderedDict(
-        (key, torch.empty(shape_of(value), dtype=as_tensor(value).dtype, device="meta"))
-        if is_tensor_like(value)
-        else (key, value)
-        for key, value in state.items()
+    _, named = _of_first(
+        model, state, lambda tensor: torch.empty(shape_of(tensor), dtype=as_tensor(tensor).dtype, device="meta")
     )
-    named = from_first(places[0].unit.topology, named, label="names of the state")
     return state or cast("Mapping[str, Any]", named)
 
 
-def _is_only_on_first(topology: Topology, is_here: bool) -> bool:
-    first, *others = topology.exchange(is_here, label="who has the state")
-    return first and bool(others) and not any(others)
+def _of_first(model: nn.Module, state: Mapping[str, Any], stand_in: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return the ranks that hold `model`, and the first one's state with stand-ins for tensors, if it alone has one.
+
+    Otherwise the ranks are None, and the state is this rank's.
+    """
+    ranks = told_by_first(model, state.values())
+    first, *others = ranks.exchange(bool(state), label="who has the state")
+    if not any(places_in(model)) or not first or not others or any(others):
+        return None, state
+    named = OrderedDict((key, stand_in(value) if is_tensor_like(value) else value) for key, value in state.items())
+    return ranks, from_first(ranks, named, label="state dict")
