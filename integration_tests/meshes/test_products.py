@@ -25,7 +25,8 @@ STEPS, SEED = 2, 0
 @pytest.mark.parametrize(
     ("case", "engine", "mesh"),
     [
-        ("MIXTRAL", "originals", "dp_shard=2,tp=2,ep=2"),
+        ("MIXTRAL", "originals", "dp_shard=2,ep=2"),
+        pytest.param("MIXTRAL", "originals", "dp_shard=2,tp=2,ep=2", marks=pytest.mark.long),
         pytest.param("MIXTRAL", "in_place", "dp_replicate=2,ep=2,pp=2", marks=pytest.mark.long),
         pytest.param("LLAMA", "ringed", "dp_shard=2,cp=2,tp=2", marks=pytest.mark.long),
     ],
