@@ -97,7 +97,17 @@ def test_muon_is_refused() -> None:
 @each_row(
     "make",
     [
-        *map(named, ("Lion", "DistributedFusedAdam", "AdamWScheduleFree", "PagedAdamW8bit", "DecoupledLionW_8bit")),
+        *map(
+            named,
+            (
+                "Lion",
+                "DistributedFusedAdam",
+                "AdamWScheduleFree",
+                "PagedAdamW8bit",
+                "DecoupledLionW_8bit",
+                "DeepSpeedCPUAdam",
+            ),
+        ),
         type("Mine", (torch.optim.AdamW,), {}),
     ],
     ids=lambda make: make.__name__,

@@ -21,7 +21,7 @@ _PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3",
 """Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
 _TREATS_EACH_ALONE: Final = frozenset(
     (
-        *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd", "cpuadam"),
+        *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "ademamix", "asgd"),
         *("lion", "lionw", "nadam", "nadamw", "radam", "rmsprop", "rprop", "sgd", "sgdw", "sophia", "sophiag"),
         *("adamwschedulefree", "radamschedulefree", "sgdschedulefree", "sparseadam"),
     )
@@ -29,7 +29,7 @@ _TREATS_EACH_ALONE: Final = frozenset(
 """The names of classes that treat each element alone. A longer name may say what else a class looks at."""
 _LOOKS_AT_MORE: Final = ("caution", "cautious", "max_grad_norm")
 """The settings with which such a class looks at whole parameters, if they are on."""
-_PREFIXES: Final = ("anyprecision", "decoupled", "deepspeed", "distributed", "fused", "paged", "singledevice")
+_PREFIXES: Final = ("anyprecision", "cpu", "decoupled", "deepspeed", "distributed", "fused", "hybrid", "npu", "paged")
 """Beginnings of names that say how a class computes, and not what."""
 _SUFFIX: Final = re.compile(r"(\d+bit|fp8)$")
 """The end of a name that says how a class keeps its state: `LAMB8bit` looks at what `LAMB` does."""
