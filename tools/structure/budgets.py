@@ -86,7 +86,7 @@ WALKED: Final[Mapping[str, Budget]] = {
     "fields of Unit": Budget(10, 10),
     "fields of FlatParamHandle": Budget(9, 10),
     "attributes of a unit written from outside": Budget(0, 0),
-    "runtime files with private names of torch": Budget(4, 1),
+    "runtime files with private names of torch": Budget(1, 1),
     'docstrings that begin with "What"': Budget(0, 0),
     "returns when a gradient arrives": Budget(3, 4),
     "returns when a forward begins": Budget(6, 4),

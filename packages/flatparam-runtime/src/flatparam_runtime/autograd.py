@@ -14,6 +14,7 @@
 | `_C._dynamo.eval_frame` | which functions `torch.compile` leaves as they are | `torch.compiler.disable` is used |
 | `nn.Module.___needs_generation_tag_patch` | whether Dynamo has run anything | it counts as having run |
 | `nn.Module._compiled_call_impl` | what is called instead of a module | past a wrapper only its `forward` is watched |
+| `_C._is_any_autocast_enabled`, `_C._is_tracing`, `Tensor._use_count` | what their names say | an error that names it |
 | `_C._functorch.get_interpreter_stack` | which transforms of `torch.func` are under way | such a pass fails later |
 
 Two private methods of public classes are named elsewhere: `unit/calls.py` finds `nn.Module._call_impl` on the stack,
@@ -66,14 +67,17 @@ def _private(name: str) -> Any:
     return is_gone
 
 
-_TASK: Final = _private("_C._current_graph_task_id")
 _WILL_EXECUTE: Final = _private("_C._will_engine_execute_node")
-_QUEUE: Final = _private("autograd.Variable._execution_engine.queue_callback")
-
 #: The number of the autograd run that this thread is in; -1 outside of one.
-current_run: Final[Callable[[], int]] = _TASK
+current_run: Final[Callable[[], int]] = _private("_C._current_graph_task_id")
 #: Have a function called when the autograd run that this thread is in has computed everything.
-call_at_end: Final[Callable[[Callable[[], None]], None]] = _QUEUE
+call_at_end: Final[Callable[[Callable[[], None]], None]] = _private(
+    "autograd.Variable._execution_engine.queue_callback"
+)
+autocast_is_on: Final[Callable[[], bool]] = _private("_C._is_any_autocast_enabled")
+is_traced: Final[Callable[[], bool]] = _private("_C._is_tracing")
+#: The references to a tensor from C++.
+use_count: Final[Callable[[Tensor], int]] = _private("Tensor._use_count")
 
 
 @functools.cache
@@ -108,7 +112,7 @@ def transforms() -> tuple[str, ...]:
 
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass of autograd."""
-    return bool(_TASK() != -1)
+    return current_run() != -1
 
 
 def compiles() -> bool:

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatparam_comm import FlatParamError, FlatParamHandle, Threshold, tell_failure
 from flatparam_runtime.autograd import (
     apart_from_checkpoints,
+    autocast_is_on,
     dispatch_modes,
     in_backward,
     in_range,
@@ -237,7 +238,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     if output is None and unit.held.calls[-1].runs_elsewhere:
         return None
     call = unit.held.end_call()
-    if torch._C._is_any_autocast_enabled():
+    if autocast_is_on():
         # Until its region ends, autocast keeps a cast of each leaf: of a whole model, and of weights before a step.
         torch.clear_autocast_cache()
     failed = _is_of_exception(call, output)

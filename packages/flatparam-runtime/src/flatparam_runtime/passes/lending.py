@@ -6,12 +6,10 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Final
 
-import torch
 from torch import Tensor
 
-from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, untraced
+from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, untraced, use_count
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.tree import UnitTree, tree_of
 from flatparam_runtime.unit import ForwardCall, Phase, Unit
@@ -85,16 +83,13 @@ def _lend(tree: UnitTree, unit: Unit, reader: Unit, fqn: str, watch: Callable[[U
     call.lent[unit] = _holders(unit)
 
 
-_use_count: Final[Callable[[Tensor], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # it has no stub
-
-
 def _holders(unit: Unit) -> list[int]:
     """Return the references to the full parameters of `unit`, from C++ and from Python, and to their memory."""
     return [
         each
         for handle in unit.handles
         for leaf in handle.leaves
-        for each in (_use_count(leaf), sys.getrefcount(leaf), handle.buffer.holders)
+        for each in (use_count(leaf), sys.getrefcount(leaf), handle.buffer.holders)
     ]
 
 

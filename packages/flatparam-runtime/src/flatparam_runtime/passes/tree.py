@@ -20,7 +20,7 @@ from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint, Progress
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units, warn_of_newcomers
-from flatparam_runtime.autograd import CALL, in_backward, profiled, transforms
+from flatparam_runtime.autograd import CALL, in_backward, is_traced, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.record import ForwardPass, next_forward
@@ -250,7 +250,7 @@ class UnitTree:
 
     def _check_tracing(self) -> None:
         """An export may follow a pass that the ranks have compared; then it exchanges nothing of its own."""
-        how = "torch.jit.trace()" if torch._C._is_tracing() else ""
+        how = "torch.jit.trace()" if is_traced() else ""
         if torch.compiler.is_exporting() and self.fingerprint.progress is Progress.NEW:
             how = "torch.export.export(), and is the first one"
         if how and self.root.topology.data_parallel_size > 1:
