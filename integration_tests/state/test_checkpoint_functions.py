@@ -246,6 +246,47 @@ def test_strict(group: Collectives, files: Files, originals: bool) -> None:
     assert_model(full_state(model), state, but=["row"])
 
 
+@on_ranks(2, 3, originals=BOTH, how=["full", "flattened", "broadcast"])
+def test_an_optimizer_state_that_lacks_a_parameter(group: Collectives, files: Files, originals: bool, how: str) -> None:
+    """Every rank refuses a state without a trained parameter, as torch does, and nothing is loaded; unless not strict."""
+    local, local_optimizer = restored_plain(originals)
+    given = {"flatten_optimizer_state_dict": how == "flattened"}
+    state = theirs.get_optimizer_state_dict(local, local_optimizer, options=options("torch's", **given))
+    if how == "flattened":
+        state = {key: value for key, value in state.items() if not key.startswith("state.gain.")}
+    else:
+        del state["state"]["gain"]
+        with pytest.raises(RuntimeError, match="gain"):
+            theirs.set_optimizer_state_dict(local, local_optimizer, state)
+    given |= {"full_state_dict": True, "broadcast_from_rank0": how == "broadcast"}
+    model = wrapped(originals, seed=1)
+    optimizer = adamw(model.parameters(), lr=0.5)
+    prime(optimizer)
+    before = full_optimizer_state(model, optimizer)
+    mine_given = {} if how == "broadcast" and group.rank else state
+    with pytest.raises(RuntimeError, match="nothing for the trained parameters 'gain';"):
+        mine().set_optimizer_state_dict(model, optimizer, mine_given, options=options(**given))
+    assert_optimizer(full_optimizer_state(model, optimizer), before["state"])
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    mine().set_optimizer_state_dict(model, optimizer, mine_given, options=options(**given, strict=False))
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+@on_ranks(2, originals=BOTH)
+def test_an_optimizer_state_that_does_not_fit_one_rank(group: Collectives, files: Files, originals: bool) -> None:
+    """If one rank's state does not fit, every rank raises, and nothing is loaded anywhere."""
+    local, local_optimizer = restored_plain(originals)
+    state = theirs.get_optimizer_state_dict(local, local_optimizer)
+    if group.rank == 1:
+        state["state"]["gain"]["exp_avg"] = torch.zeros(3)
+    model = wrapped(originals, seed=1)
+    optimizer = adamw(model.parameters(), lr=0.5)
+    with pytest.raises(RuntimeError, match="gain" if group.rank else "rank 1: .*gain"):
+        mine().set_optimizer_state_dict(model, optimizer, state, options=options(full_state_dict=True))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+
+
 class Renaming(nn.Module):
     """A module whose state dict leaves out the name of a child, and says so."""
 

@@ -13,7 +13,7 @@ from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_threads
 from flatparam_core import Span
-from flatparam_files import CheckpointError, open_checkpoint
+from flatparam_files import CheckpointError, open_checkpoint, open_source, write_checkpoint
 from flatparam_files.checkpoint.manifest import BLOCK_NBYTES, Manifest
 from flatparam_state import model_state_dict
 from flatparam_state.model_tensors import model_tensors
@@ -193,6 +193,16 @@ def test_several_optimizers(tmp_path: Path) -> None:
             Checkpointer(tmp_path, other, {"other": others["biases"]}, ranks=world).load()
 
     run_threads(2, run)
+    # A tensor among the settings is found again in what a command made of the checkpoint.
+    write_checkpoint(open_source(tmp_path), tmp_path / "resharded", world_size=3)
+
+    def after(world: Collectives) -> None:
+        model, optimizers = build(world, 9)
+        optimizers["biases"].param_groups[0]["lr"] = torch.tensor(0.3)
+        Checkpointer(tmp_path / "resharded", model, optimizers, ranks=world).load()
+        assert [each.param_groups[0]["lr"] for each in optimizers.values()] == [0.1, torch.tensor(0.2)]
+
+    run_threads(2, after)
 
 
 def test_low_precision_parameters_keep_the_precision_of_their_states(tmp_path: Path) -> None:

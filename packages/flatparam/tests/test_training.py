@@ -109,6 +109,38 @@ def test_clip_grad_norm(max_norm: float, norm_type: Any, use_orig_params: bool) 
         torch.testing.assert_close(first[1][name], value)
 
 
+@pytest.mark.parametrize("clip", ["of the model", "of flatparam", "of torch"])
+@each_row("norm_type", [-math.inf, -1.0, 2.0], ids=str)
+def test_padding_is_in_no_norm_of_negative_order(norm_type: float, clip: str, use_orig_params: bool) -> None:
+    """The smallest element of a gradient is no zero of the padding, whoever is asked, and all is scaled as in torch."""
+
+    def model() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)))
+
+    def gradients(module: nn.Module) -> Any:
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        return dict(module.state_dict())
+
+    def rank(ranks: Collectives) -> Any:
+        sharded = FSDP(model(), use_orig_params=use_orig_params)
+        sharded(torch.ones(2, 3)).square().sum().backward()
+        if clip == "of the model":
+            norm = sharded.clip_grad_norm_(1e-4, norm_type)
+        else:
+            function = clip_grad_norm_ if clip == "of flatparam" else nn.utils.clip_grad_norm_
+            norm = function(sharded.parameters(), 1e-4, norm_type)
+        return norm, gradients(sharded)
+
+    reference = model()
+    reference(torch.ones(2, 3)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-4, norm_type)
+    assert expected > 1e-4
+    clipped = gradients(reference)
+    for norm, found in on_ranks(3, rank):
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(found, clipped)
+
+
 def test_clip_counts_ignored_parameters_once() -> None:
     """S-070: gradients that are not sharded count once, not once per rank."""
 

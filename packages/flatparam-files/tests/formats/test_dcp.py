@@ -76,12 +76,14 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         assert same(whole(source, f"model/{name.replace('%', '%25').replace('/', '%2F')}"), tensor), name
 
 
+@each_row("as_tensor", [False, True])
 @each_row("flatten", [False, True])
-def test_state_of_an_optimizer(flatten: bool, tmp_path: Path) -> None:
-    """What `get_state_dict` gives is found by parameter, also in its flattened form."""
+def test_state_of_an_optimizer(flatten: bool, as_tensor: bool, tmp_path: Path) -> None:
+    """What `get_state_dict` gives is found by parameter, also in its flattened form, where each has its own settings."""
+    rate: Any = torch.tensor if as_tensor else float
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters(), "lr": 0.2}]
+        [{"params": model[0].parameters(), "lr": rate(0.1)}, {"params": model[1].parameters(), "lr": rate(0.2)}]
     )
     model(torch.randn(4, 4)).sum().backward()
     optimizer.step()
@@ -92,10 +94,10 @@ def test_state_of_an_optimizer(flatten: bool, tmp_path: Path) -> None:
         for key, value in optimizer.state[parameter].items():
             assert same(whole(source, f"optimizer/state/{name}/{key}"), value)
     groups = source.values["optimizer"]["param_groups"]
-    assert [(group["lr"], group["params"]) for group in groups] == [
-        (0.1, ["0.weight", "0.bias"]),
-        (0.2, ["1.weight", "1.bias"]),
-    ]
+    assert [group["params"] for group in groups] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    for number, (group, expected) in enumerate(zip(groups, (0.1, 0.2), strict=True)):
+        path = f"optimizer/param_groups/{number}/lr"
+        assert (whole(source, path) == torch.tensor(expected)) if as_tensor else group["lr"] == expected
 
 
 @each_row("world_size", [1, 3, 20])

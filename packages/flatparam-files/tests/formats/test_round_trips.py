@@ -1,5 +1,7 @@
 """From our checkpoint to another format and back: nothing changes."""
 
+import functools
+import operator
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from flatparam_files import (
     write_torch_file,
 )
 from flatparam_files.checkpoint.reader import open_checkpoint
+from flatparam_files.checkpoint.values import reference
 from flatparam_files.checkpoint.writer import CheckpointWriter
 from flatparam_files.disk.checkpoint_error import CheckpointError
-from flatparam_files.disk.source import Source, TensorInfo
+from flatparam_files.disk.source import Source, TensorInfo, join_path
 from flatparam_files.formats.torch_files import open_torch_file
 from flatparam_files.formats.whole_sources import stored_source
 
@@ -44,7 +47,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Checkpoints of any names, shapes, dtypes and values."""
     model = draw(st.dictionaries(NAMES, TENSORS, min_size=1, max_size=4))
     names = list(model)
-    groups = [{"lr": draw(PLAIN), "betas": (0.9, draw(st.floats(0, 1))), "params": names}]
+    betas = (0.9, draw(st.floats(0, 1) | TENSORS))
+    groups = [{"lr": draw(PLAIN | TENSORS), "betas": betas, "params": names}]
     optimizer = {"state": {name: draw(STATES) for name in names}, "param_groups": groups}
     extra = draw(st.dictionaries(NAMES, TENSORS | PLAIN | st.lists(PLAIN, max_size=2), max_size=3))
     return {"model": model, "optimizer": optimizer, "extra": extra}
@@ -81,6 +85,33 @@ def test_there_and_back(tree: dict[str, Any], world_size: int) -> None:
         write_hugging_face(model, directory / "hf", max_shard_nbytes=40)
         write_checkpoint(open_source(directory / "hf"), directory / "c")
         assert_same_source(open_source(directory / "c"), model)
+
+
+@pytest.mark.parametrize("names", [[], ["first", "b/%"]], ids=["one", "several"])
+def test_settings_that_are_tensors_stay_where_they_were(names: list[str], tmp_path: Path) -> None:
+    """An optimizer's tensor is found in its group again, and its parameters' states are not, however it was stored."""
+
+    def optimizer(lr: float) -> dict[str, Any]:
+        group = {"lr": torch.tensor(lr), "betas": (0.9, torch.tensor([0.5])), "params": ["w"]}
+        return {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [group]}
+
+    optimizers = {name: optimizer(number) for number, name in enumerate(names)}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizers or optimizer(2.0)}, tmp_path / "a.pt")
+    write_checkpoint(open_source(tmp_path / "a.pt"), tmp_path / "a")
+    write_checkpoint(open_source(tmp_path / "a"), tmp_path / "resharded", world_size=2)
+    write_torch_file(open_source(tmp_path / "resharded"), tmp_path / "b.pt")
+    write_checkpoint(open_source(tmp_path / "b.pt"), tmp_path / "b")
+    write_dcp(open_source(tmp_path / "resharded"), tmp_path / "dcp")
+    write_checkpoint(open_source(tmp_path / "dcp"), tmp_path / "c")
+    for each in ("a", "resharded", "b", "c"):
+        found = open_checkpoint(tmp_path / each).manifest.values["optimizer"]
+        for keys in [["optimizer", name] for name in names] or [["optimizer"]]:
+            values = functools.reduce(operator.getitem, keys[1:], found)
+            path = join_path([*keys, "param_groups", "0"])
+            (group,) = values["param_groups"]
+            assert group["lr"] == reference(f"{path}/lr"), each
+            assert group["betas"] == [0.9, reference(f"{path}/betas/1")], each
+            assert not values.get("state", {}).get("w"), each
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:

@@ -29,10 +29,18 @@ def _unit_that_spreads(parameter: Any) -> Unit | None:
     return None if is_alone and unit.reducer.sums is None else unit
 
 
-def _gradients_of(parameter: Any, unit: Unit) -> Iterable[tuple[tuple[Collectives, ...], Any]]:
-    """Return the gradient of `parameter` by the groups that have parts of it: of the shard, and of other meshes."""
+def _gradients_of(parameter: Any, unit: Unit, *, padded: bool) -> Iterable[tuple[tuple[Collectives, ...], Any]]:
+    """Return the gradient of `parameter` by the groups that have parts of it: of the shard, and of other meshes.
+
+    If not `padded`, a flat parameter's is without its padding, in pieces.
+    """
     meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
-    found = [((), parameter.grad)] if meshes is None else meshes.gradients([parameter])
+    if meshes is not None:
+        found = meshes.gradients([parameter], padded=padded)
+    else:
+        flat = None if padded else next((h for h in unit.handles if h.flat_param is parameter), None)
+        parts = [slice(None)] if flat is None else [f.in_shard.as_slice() for f in flat.layout.fragments(flat.rank)]
+        found = [((), None if parameter.grad is None else parameter.grad[part]) for part in parts]
     return [((unit.topology.shard, *others), part) for others, part in found]
 
 
@@ -76,7 +84,8 @@ def clip_grad_norm_(
             whole.append(gradient)
         elif unit is not None:
             device = device or unit.device
-            for groups, part in _gradients_of(parameter, unit):
+            # A zero of the padding would make a norm of negative order zero.
+            for groups, part in _gradients_of(parameter, unit, padded=norm_type > 0):
                 sharded.setdefault(groups, []).extend([part] if is_new else [])
         # A rank may have no gradient where other ranks have one.
         if gradient is not None or (unit is not None and parameter.requires_grad):

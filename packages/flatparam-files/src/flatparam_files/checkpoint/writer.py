@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -166,18 +166,25 @@ class CheckpointWriter:
 
 
 def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """The encoded tree, with a reference wherever the user's own tree, or a module's extra state, has a tensor."""
+    """The encoded tree, with a reference to each tensor that is no parameter's, buffer's or parameter's state."""
     found: dict[str, Tensor] = {}
     tree = {key: encode(value, (key,), found) for key, value in values.items()}
     if found:
         raise ValueError(f"expected values without tensors, found {next(iter(found))!r}")
     for path in tensors:
-        parts = split_path(path)
-        is_extra_state = parts[0] == "model" and parts[1].rpartition(".")[2] == EXTRA_STATE
-        if parts[0] in ("extra", "rank_extra") or is_extra_state:
+        if _is_in_tree(split_path(path)):
             with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError):
-                graft(tree, parts, reference(path))
+                graft(tree, split_path(path), reference(path))
     return tree
+
+
+def _is_in_tree(parts: Sequence[str]) -> bool:
+    """Return whether a tensor is in the user's own tree, a module's extra state, or a setting of an optimizer."""
+    if parts[0] == "model":
+        return str(parts[1]).rpartition(".")[2] == EXTRA_STATE
+    # One optimizer, or several by their names.
+    below = parts[1:] if parts[1] in ("state", "param_groups") else parts[2:]
+    return parts[0] in ("extra", "rank_extra") or (parts[0] == "optimizer" and below[:1] != ("state",))
 
 
 def share_of(numel: int, index: int, count: int) -> Span:

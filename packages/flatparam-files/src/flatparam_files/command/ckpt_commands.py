@@ -311,7 +311,7 @@ class _Difference:
             return
         for begin in range(0, first.numel(), _WIDE_NUMEL):
             parts = [each[begin : begin + _WIDE_NUMEL] for each in (first, second)]
-            one, other = map(_wide, parts)
+            one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in parts)
             same = (one == other) | (one.isnan() & other.isnan())
             if first.dtype == second.dtype and not (first.is_floating_point() or first.is_complex()):
                 # float64 does not tell large integers apart.
@@ -334,10 +334,6 @@ class _Difference:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 _EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {

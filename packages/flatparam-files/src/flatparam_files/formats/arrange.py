@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+from flatparam_core import Span
 from flatparam_files.disk.checkpoint_error import CheckpointError, damage_named
 from flatparam_files.disk.source import join_path, split_path
 from flatparam_files.formats.stored_tensors import Stored
@@ -31,6 +32,8 @@ _MOST_NESTED: Final = 3
 """The levels below the top at which a model and an optimizer are looked for."""
 _SHOWN: Final = 10
 _MAX_DEPTH: Final = 100
+_MOST_COMPARED: Final = 64
+"""The elements of the longest tensor among an optimizer's options that is compared with another."""
 _MAX_LEAVES: Final = 10_000_000
 
 
@@ -322,15 +325,19 @@ def _unflattened(optimizer: Mapping[str, Any], model: Mapping[str, Any], file: P
         if not fqn:
             raise CheckpointError(f"{file}: the optimizer's {key!r} names no parameter")
         target.setdefault(fqn, {})[name] = value
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, list[str]] = {}
     for fqn in options or state:
-        of_fqn = options.get(fqn, {})
-        group = next((each for each in groups if each["options"] == of_fqn), None)
-        if group is None:
-            groups.append({"options": of_fqn, "params": [fqn]})
-        else:
-            group["params"].append(fqn)
-    return {"state": state, "param_groups": [{**group["options"], "params": group["params"]} for group in groups]}
+        groups.setdefault(_told(options.get(fqn, {})), []).append(fqn)
+    return {"state": state, "param_groups": [{**options.get(each[0], {}), "params": each} for each in groups.values()]}
+
+
+def _told(options: Mapping[str, Any]) -> str:
+    """Return options in words, with the values of small tensors: each parameter has a learning rate of its own."""
+    found = dict(options)
+    for name, each in options.items():
+        if isinstance(each, Stored) and each.info.numel <= _MOST_COMPARED:
+            found[name] = (each.info, [piece.tolist() for piece in each.read(Span(0, each.info.numel))])
+    return repr(sorted(found.items()))
 
 
 def _split(key: str, model: Mapping[str, Any]) -> tuple[str, str]:

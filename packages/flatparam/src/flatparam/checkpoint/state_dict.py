@@ -189,10 +189,32 @@ def set_optimizer_state_dict(
     """Load optimizer state of any form, flattened or not, into each of `optimizers`; every rank calls it.
 
     Raises:
-        RuntimeError: if a parameter has no state and the options are strict.
+        RuntimeError: on every rank, before anything is loaded, if a trained parameter has no state and the options are
+            strict, or if the state of some rank does not fit.
     """
     options = _checked(options)
-    loads = [(optimizer, _to_load(model, optimizer, optim_state_dict, options)) for optimizer in _several(optimizers)]
+    loads: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+    without: list[str] = []
+    error = None
+    try:
+        for optimizer in _several(optimizers):
+            state, lacking = _to_load(model, optimizer, optim_state_dict, options)
+            loads.append((optimizer, state))
+            without += lacking
+    except FlatParamError as caught:
+        error = caught
+    told = all_of(model).exchange((without, str(error or "")), label="what does not fit")
+    if error is not None:
+        raise error
+    refused = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if refused:
+        raise FlatParamError("; ".join(refused))
+    without = list(dict.fromkeys(fqn for lacking, _ in told for fqn in lacking))
+    if options.strict and without:
+        raise FlatParamError(
+            f"the optimizer state has nothing for the trained parameters {', '.join(map(repr, without))}; load it with "
+            "StateDictOptions(strict=False) to leave them without"
+        )
     for optimizer, state in loads:
         optimizer.load_state_dict(state)
 
@@ -299,26 +321,27 @@ def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 def _to_load(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], options: StateDictOptions
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what the optimizer loads of `state`, and the trained parameters for which there is nothing."""
     if state and "state" not in state:
         state = unflattened(model, optimizer, state)
     loaded = load_optimizer_state(model, optimizer, state, rank0_only=options.broadcast_from_rank0)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    # A state without entries is that of an optimizer without steps, unless this one has made some.
-    if options.strict and (loaded["state"] or optimizer.state):
-        names = held_parameters(model)
-        without = [
-            fqn
-            for number, parameter in enumerate(held)
-            if parameter.requires_grad and parameter.numel() and number not in loaded["state"]
-            for fqn in names[id(parameter)].fqns
-        ]
-        if without:
-            raise RuntimeError(
-                f"the optimizer state has nothing for {', '.join(map(repr, without))}, which are trained; load it with "
-                "StateDictOptions(strict=False) to leave them without"
-            )
-    return loaded
+    if not (loaded["state"] or optimizer.state):
+        # A state without entries is that of an optimizer without steps, unless this one has made some.
+        return loaded, []
+    is_given = all_of(model).is_first or not options.broadcast_from_rank0
+    known = {clean_fqn(key) for key in state["state"]} if is_given else set()
+    names = {fqn: each for place in places_in(model) for fqn, each in zip(place.fqns, place.names, strict=True)}
+    without: list[str] = []
+    for number, item in enumerate(Holding.of(model, optimizer).items):
+        if not item.parameter.requires_grad:
+            continue
+        if item.is_flat and is_given:
+            # The state of a flat parameter has zeros for one of its parameters that has none.
+            without += [fqn for fqn in item.fqns if known.isdisjoint(names[fqn])]
+        elif item.parameter.numel() and number not in loaded["state"]:
+            without += item.fqns
+    return loaded, without
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from flatparam_core import (
     BoundParameter,
     FlatParameter,
     LayoutRule,
-    ParamSpec,
     clean_fqn,
     each_module,
     owner_of,
@@ -148,11 +147,7 @@ class ResolvedRules:
         """Return the rule of a parameter; of a shared one, that which keeps most together."""
         known = (self._by_module.get(info.module, {}).get(info.param_name, ELEMENT) for info in bound.infos)
         spec = bound.spec
-        return max(known, key=lambda rule: _strictness(rule, spec))
-
-
-def _strictness(rule: LayoutRule, spec: ParamSpec) -> tuple[int, int]:
-    return rule.grain(spec.shape, spec.stride), rule.block_numel
+        return max(known, key=lambda rule: (rule.grain(spec.shape, spec.stride), rule.block_numel))
 
 
 def resolve_rules(module: nn.Module, layout: Any, *, is_whole_model: bool = False) -> ResolvedRules | None:

@@ -83,16 +83,6 @@ def _refuse_another_fsdp(module: Any, value: object) -> NoReturn:
     )
 
 
-def _asked_by_ddp(module: Any) -> _NoDDP:
-    """Refuse `DistributedDataParallel`, which asks the module that it is given for this."""
-    return _NoDDP(unit_behind(module))
-
-
-def _is_managed(module: Any) -> bool:
-    """Tell the compiler that the parameters are sharded."""
-    return True
-
-
 def refuse_parts_in_states(unit: Unit) -> None:
     """Have the modules of `unit` refuse `state_dict()` past the model's own, while this rank shows parts.
 
@@ -142,7 +132,7 @@ def unit_behind(module: Any) -> Unit:
     return unit_of(module) or module._unit
 
 
-DDP_ASKS: Final = property(_asked_by_ddp)
-"""The attribute `_ddp_params_and_buffers_to_ignore`."""
-FSDP_MARKS: Final = property(_is_managed, _refuse_another_fsdp)
-"""The attribute `_is_fsdp_managed_module`."""
+DDP_ASKS: Final = property(lambda module: _NoDDP(unit_behind(module)))
+"""`_ddp_params_and_buffers_to_ignore`, for which `DistributedDataParallel` asks the module that it is given."""
+FSDP_MARKS: Final = property(lambda _: True, _refuse_another_fsdp)
+"""`_is_fsdp_managed_module`, which tells the compiler that the parameters are sharded."""
