@@ -114,6 +114,16 @@ def test_settings_that_are_tensors_stay_where_they_were(names: list[str], tmp_pa
             assert not values.get("state", {}).get("w"), each
 
 
+def test_extra_is_a_single_tensor(tmp_path: Path) -> None:
+    """What a program keeps beside its model may be one tensor, and stays that."""
+    tree = {"model": {"w": torch.ones(3)}, "extra": torch.arange(4)}
+    torch.save(tree, tmp_path / "a.pt")
+    write_checkpoint(open_source(tmp_path / "a.pt"), tmp_path / "a")
+    write_checkpoint(open_source(tmp_path / "a"), tmp_path / "b", world_size=2)
+    assert same(whole(open_source(tmp_path / "b"), "extra"), tree["extra"])
+    assert open_checkpoint(tmp_path / "b").manifest.values["extra"] == reference("extra")
+
+
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     """Tied weights have all their names in every format, and lie once in ours, in torch's and in safetensors."""
     torch.save(awkward(), tmp_path / "a.pt")

@@ -180,11 +180,11 @@ def _values(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dic
 
 def _is_in_tree(parts: Sequence[str]) -> bool:
     """Return whether a tensor is in the user's own tree, a module's extra state, or a setting of an optimizer."""
-    if parts[0] == "model":
-        return str(parts[1]).rpartition(".")[2] == EXTRA_STATE
-    # One optimizer, or several by their names.
-    below = parts[1:] if parts[1] in ("state", "param_groups") else parts[2:]
-    return parts[0] in ("extra", "rank_extra") or (parts[0] == "optimizer" and below[:1] != ("state",))
+    part, *keys = parts
+    if part == "model":
+        return keys[0].rpartition(".")[2] == EXTRA_STATE
+    # A name is first if there are several optimizers.
+    return part in ("extra", "rank_extra") or (part == "optimizer" and "state" not in keys[:2])
 
 
 def share_of(numel: int, index: int, count: int) -> Span:
