@@ -131,9 +131,8 @@ def test_whole_tensors_are_loaded(door: str) -> None:
     run_processes(4, loaded, door)
 
 
-def trained(ranks: Collectives, door: str) -> list[float]:
-    mesh = mesh_of(2, 2)
-    model = spread(door, mesh)
+def losses_of(model: nn.Module) -> list[float]:
+    """Train three steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
@@ -145,17 +144,13 @@ def trained(ranks: Collectives, door: str) -> list[float]:
     return losses
 
 
+def trained(ranks: Collectives, door: str) -> list[float]:
+    return losses_of(spread(door, mesh_of(2, 2)))
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_a_unit_of_uneven_parts_is_beside_one_of_even_parts(door: str) -> None:
     """Ranks that hold parts of different sizes of one unit do not take each other for diverged in any."""
-    model = plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for _ in range(3):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = losses_of(plain())
     for losses in run_processes(4, trained, door):
         assert losses == pytest.approx(expected)
