@@ -28,7 +28,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-comm": Budget(5_479, 5_500),
     "flatparam-runtime": Budget(6_738, 5_500),
     "flatparam-state": Budget(4_841, 4_700),
-    "flatparam": Budget(6_840, 6_000),
+    "flatparam": Budget(6_798, 6_000),
     "flatparam-clients": Budget(3_635, 8_000),
     "flatparam-files": Budget(7_999, 8_000),
     "flatparam-certify": Budget(2_952, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(69_910, 52_000),
+    "lines": Budget(69_868, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

@@ -325,28 +325,35 @@ def test_a_module_without_units() -> None:
         assert float(clip_grad_norm_(nn.Tanh(), 1.0)) == 0.0
 
 
-def test_gradients_given_by_group() -> None:
-    """`clip_gradients_` takes gradients that no unit holds: parts by group, and whole ones, which count once."""
+def _with_gradient(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
 
-    def clip(collectives: Collectives) -> tuple[float, list[Tensor]]:
-        part, whole = torch.full((2,), 3.0 + collectives.rank), torch.full((1,), 5.0)
-        norm = clip_gradients_({collectives: [part]}, [whole], 1.0, device=torch.device("cpu"))
-        with pytest.raises(RuntimeError, match="because"):
-            clip_gradients_(
-                {collectives: [part * math.inf]},
-                [],
-                1.0,
-                device=torch.device("cpu"),
-                error_if_nonfinite=True,
-                blame=lambda: ", because",
-            )
-        return float(norm), [part, whole]
 
-    expected = (2 * 3.0**2 + 2 * 4.0**2 + 5.0**2) ** 0.5
-    for rank, (norm, (part, whole)) in enumerate(run(2, clip)):
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(part, torch.full((2,), (3.0 + rank) / expected))
-        torch.testing.assert_close(whole, torch.full((1,), 5.0 / expected))
+def test_some_parameters_are_of_units_and_others_are_not() -> None:
+    """`clip_gradients_` counts those of units with all ranks' parts, any other once, and one that is given twice once."""
+
+    def clip(collectives: Collectives) -> tuple[Tensor, Grads]:
+        module = sharded(Stack, collectives, units=BLOCKS)
+        loss(module, collectives.rank).backward()
+        plain = _with_gradient(torch.full((1,), 5.0))
+        given = [*module.blocks.parameters(), plain, *module.parameters()]  # type: ignore[union-attr]
+        norm = clip_gradients_(given, 1.0)
+        plain.grad = torch.full((1,), math.nan)
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            clip_gradients_(given, 1.0, error_if_nonfinite=True)
+        return norm, full_gradients(module)
+
+    module, plain = seeded(Stack), _with_gradient(torch.full((1,), 5.0))
+    gradients = mean_gradients(module, loss, 2)
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradients[name]
+    expected = nn.utils.clip_grad_norm_([*module.parameters(), plain], 1.0)
+    for norm, found in run(2, clip):
+        torch.testing.assert_close(norm, expected)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
 
 
 @pytest.mark.parametrize("norm_type", [math.inf, -math.inf, -1.0, 2.0])
@@ -354,8 +361,7 @@ def test_an_empty_gradient_counts_as_nothing(norm_type: float) -> None:
     """A rank that has no element of a parameter has an empty gradient, of which not every norm exists."""
     gradients = [torch.zeros(0, 3), torch.tensor([3.0, -4.0])]
     expected = torch.linalg.vector_norm(gradients[1], norm_type)
-    total = clip_gradients_({SingleCollectives(): gradients}, [], 100.0, norm_type, device=torch.device("cpu"))
-    assert torch.equal(total, expected)
+    assert torch.equal(clip_gradients_(map(_with_gradient, gradients), 100.0, norm_type), expected)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, -2.0, math.inf, -math.inf])

@@ -219,7 +219,7 @@ class ExactSums:
 
     def norm(
         self,
-        sharded: Mapping[Collectives | tuple[Collectives, ...], Sequence[Tensor]],
+        sharded: Mapping[tuple[Collectives, ...], Sequence[Tensor]],
         whole: Sequence[Tensor],
         norm_type: float,
         device: torch.device,
@@ -227,7 +227,7 @@ class ExactSums:
         """Return the 2-norm of all gradients: the square root of the exact sum of their squares, in float32.
 
         Args:
-            sharded: this rank's parts, by the group, or groups, over which they are spread; each rank asks each group.
+            sharded: this rank's parts, by the groups over which they are spread; each rank asks each group.
             whole: the other gradients; each counts once.
             device: that of the result.
 
@@ -242,7 +242,7 @@ class ExactSums:
         parts = [_squares(whole)]
         for over, gradients in sharded.items():
             known = [_squares(gradients)]
-            for group in over if isinstance(over, tuple) else (over,):
+            for group in over:
                 known = [each for all_of in group.exchange(known, label="gradient norm") for each in all_of]
             parts += known
         return torch.tensor(root_of(sum(parts)), dtype=torch.float32, device=device)

@@ -29,21 +29,6 @@ def _unit_that_spreads(parameter: Any) -> Unit | None:
     return None if is_alone and unit.reducer.sums is None else unit
 
 
-def _gradients_of(parameter: Any, unit: Unit, *, padded: bool) -> Iterable[tuple[tuple[Collectives, ...], Any]]:
-    """Return the gradient of `parameter` by the groups that have parts of it: of the shard, and of other meshes.
-
-    If not `padded`, a flat parameter's is without its padding, in pieces.
-    """
-    meshes = next(filter(None, (handle.forms.meshes for handle in unit.handles)), None)
-    if meshes is not None:
-        found = meshes.gradients([parameter], padded=padded)
-    else:
-        flat = None if padded else next((h for h in unit.handles if h.flat_param is parameter), None)
-        parts = [slice(None)] if flat is None else [f.in_shard.as_slice() for f in flat.layout.fragments(flat.rank)]
-        found = [((), None if parameter.grad is None else parameter.grad[part]) for part in parts]
-    return [((unit.topology.shard, *others), part) for others, part in found]
-
-
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -70,41 +55,14 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: if the norm is not finite, and `error_if_nonfinite` is set.
     """
-    given = [_part_of(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)]
-    sharded: dict[Any, list[Tensor]] = {}
-    whole: list[Any] = []
-    dtypes: list[torch.dtype] = []
-    device: torch.device | None = None
-    seen: set[int] = set()
-    for parameter in given:
-        gradient, unit = parameter.grad, _unit_that_spreads(parameter)
-        is_new = gradient is not None and id(gradient) not in seen
-        seen.add(id(gradient))
-        if unit is None and is_new:
-            whole.append(gradient)
-        elif unit is not None:
-            device = device or unit.device
-            # A zero of the padding would make a norm of negative order zero.
-            for groups, part in _gradients_of(parameter, unit, padded=norm_type > 0):
-                sharded.setdefault(groups, []).extend([part] if is_new else [])
-        # A rank may have no gradient where other ranks have one.
-        if gradient is not None or (unit is not None and parameter.requires_grad):
-            # The norm of complex numbers is a real one.
-            dtypes.append((parameter.dtype if gradient is None else gradient.dtype).to_real())
-    if device is None:
-        device = next((parameter.device for parameter in given), torch.device("cpu"))
-    units = [unit for each in given if (unit := _unit_that_spreads(each)) is not None]
-    total = clip_gradients_(
-        sharded,
-        whole,
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    return clip_gradients_(
+        map(_part_of, given),
         float(max_norm),
         float(norm_type),
-        device=device,
         error_if_nonfinite=error_if_nonfinite,
         foreach=foreach,
-        units=units,
     )
-    return total.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else total
 
 
 def _part_of(parameter: Any) -> Any:

@@ -74,7 +74,7 @@ class Sums(Protocol):
 
     def norm(
         self,
-        sharded: Mapping[Collectives | tuple[Collectives, ...], Sequence[Tensor]],
+        sharded: Mapping[tuple[Collectives, ...], Sequence[Tensor]],
         whole: Sequence[Tensor],
         norm_type: float,
         device: torch.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from flatparam_comm import Collectives, FlatParamHandle, ReduceOp, streams_of
 from flatparam_runtime.agreement.divergence import note_between_passes
 from flatparam_runtime.agreement.nonfinite import nonfinite_names
-from flatparam_runtime.unit import Unit, device_of, units_in
+from flatparam_runtime.unit import Unit, device_of, held_in, holder_of, units_in
 
-Groups: TypeAlias = Collectives | tuple[Collectives, ...]
+Groups: TypeAlias = tuple[Collectives, ...]
 #: The gradients of a rank, and the ranks, that the error of a norm names.
 _TOLD: Final = 3
 
@@ -32,7 +32,7 @@ def clip_grad_norm_(
     """Scale the gradients of `module` down to a total norm of at most `max_norm`; every rank calls it.
 
     A sharded gradient counts with the parts of all ranks, also those of tensor parallelism; any other counts once.
-    Norms are computed in fp32, or in float64 if some parameter that is trained is.
+    Norms are computed in fp32, or in float64 if some gradient is.
 
     Args:
         error_if_nonfinite: raise, on every rank, instead of scaling by a total that is infinite or not a number.
@@ -46,61 +46,38 @@ def clip_grad_norm_(
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
         ValueError: if `norm_type` is 0 or not a number.
     """
-    units = units_in(module)
-    handles = [handle for unit in units for handle in unit.handles]
-    known = {id(p.grad) for handle in handles for p in handle.exposure.parameters()}
-    whole = [p.grad for p in module.parameters() if p.grad is not None and id(p.grad) not in known]
-    # A zero of the padding would make a norm of negative order zero.
-    sharded = _sharded_gradients(units, padded=norm_type > 0)
-    if not (whole or any(sharded.values())) and any(parameter.numel() for parameter in module.parameters()):
+    handles = [handle for unit in units_in(module) for handle in unit.handles]
+    held = {id(parameter) for handle in handles for parameter in handle.exposure.listed()}
+    parameters = [parameter for handle in handles for parameter in handle.exposure.parameters()]
+    parameters += [parameter for parameter in module.parameters() if id(parameter) not in held]
+    if all(each.grad is None for each in parameters) and any(each.numel() for each in module.parameters()):
         warnings.warn(
             "clip_grad_norm_ found no gradient on this rank: call it after backward() and before zero_grad(); the norm "
             "is that of the other ranks, or zero",
             stacklevel=3,
         )
-    held = {id(p) for handle in handles for p in handle.exposure.listed()}
-    dtypes = {p.dtype.to_real() for p in module.parameters() if p.requires_grad and id(p) not in held}
-    dtypes |= {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
-    total = clip_gradients_(
-        sharded,
-        whole,
-        max_norm,
-        norm_type,
-        device=device_of(units) if handles else next((g.device for g in whole), torch.device("cpu")),
-        error_if_nonfinite=error_if_nonfinite,
-        foreach=foreach,
-        blame=functools.partial(_blame, module),
-        units=units,
-    )
-    return total.to(functools.reduce(torch.promote_types, dtypes or {total.dtype}))
+    return clip_gradients_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
 
 def clip_gradients_(
-    sharded: Mapping[Groups, Sequence[Tensor]],
-    whole: Sequence[Tensor],
+    parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    device: torch.device,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-    blame: Callable[[], str] | None = None,
-    units: Sequence[Unit] = (),
 ) -> Tensor:
-    """Scale gradients down to a total norm of at most `max_norm`; every rank calls it.
+    """Scale the gradients of `parameters` down to a total norm of at most `max_norm`; every rank calls it.
 
     Args:
-        sharded: this rank's parts of gradients, by the group, or the groups, over which they are spread; every rank
-            passes the same groups in the same order, also if it has no part. Each group is asked once.
-        whole: the other gradients; each counts once.
-        device: the device on which the norms of the ranks are added up, which the groups reach.
+        parameters: the same on every rank, in one order, also if this rank has no gradient. Those of units count with
+            the parts of all ranks, any other once. Ranks compare `max_norm` and `norm_type` at the end of their next
+            pass.
         error_if_nonfinite: see `clip_grad_norm_`.
         foreach: see `clip_grad_norm_`.
-        blame: says which gradients are not finite, for the error; every rank calls it then.
-        units: those that have the gradients; ranks compare `max_norm` and `norm_type` at the end of their next pass.
 
     Returns:
-        The total norm before scaling: 0-d, fp32 or float64, on `device`, or on the CPU if shards are offloaded.
+        The total norm before scaling, as `clip_grad_norm_` does; on the CPU if shards are offloaded.
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.
@@ -108,16 +85,36 @@ def clip_gradients_(
     """
     if not norm_type or math.isnan(norm_type):
         raise ValueError(f"expected the order of a norm, such as 2.0 or inf, found norm_type={norm_type!r}")
+    sharded: dict[Groups, list[Tensor]] = {}
+    whole: list[Any] = []
+    holders: dict[Unit, None] = {}
+    dtypes: set[torch.dtype] = set()
+    seen: set[int] = set()
+    for parameter in parameters:
+        gradient, owner = parameter.grad, held_in(parameter)
+        is_new = gradient is not None and id(gradient) not in seen
+        seen.add(id(gradient))
+        unit = None if owner is None else holder_of(owner[0])
+        if owner is not None and unit is not None:
+            holders[unit] = None
+            # A zero of the padding would make a norm of negative order zero.
+            for others, part in _parts_of(parameter, owner[0], padded=norm_type > 0):
+                sharded.setdefault((unit.topology.shard, *others), []).extend([part] if is_new else [])
+        elif is_new:
+            whole.append(gradient)
+        # A rank may have no gradient where other ranks have one. The norm of complex numbers is a real one.
+        if gradient is not None or parameter.requires_grad:
+            dtype = parameter.dtype if gradient is None else gradient.dtype
+            dtypes.add((dtype if owner is None else owner[0].precision.grad(owner[0].layout.dtype)).to_real())
+    units = [*holders]
     # Behind the checks: what was refused on one rank has not happened.
     note_between_passes(units, f"clip_grad_norm_(max_norm={_told(max_norm)}, norm_type={norm_type!r})")
-    everything = [g for gradients in sharded.values() for g in gradients] + list(whole)
     sums = next((unit.reducer.sums for unit in units if unit.reducer.sums is not None), None)
+    device = device_of(units) if units else next((g.device for g in whole), torch.device("cpu"))
     if sums is not None and not math.isinf(norm_type):
         total = sums.norm(sharded, whole, norm_type, device)
     else:
         # The same on every rank, also on one without gradients.
-        dtypes = {handle.precision.grad(handle.layout.dtype).to_real() for unit in units for handle in unit.trainable}
-        dtypes = dtypes or {gradient.dtype.to_real() for gradient in whole}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         parts = {over: _norm(gradients, norm_type, device, dtype) for over, gradients in sharded.items()}
         known = [_norm(whole, norm_type, device, dtype)] if whole or not parts else []
@@ -128,13 +125,14 @@ def clip_gradients_(
         # Where the gradients are, as in FSDP1: the host has to wait for the factor in any case.
         total = total.cpu()
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        found = "" if blame is None else blame()
         raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped{found}"
-            "; look for the step at which a loss or a gradient became infinite, or pass error_if_nonfinite=False"
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
+            f"clipped{_blame(units)}; look for the step at which a loss or a gradient became infinite, or pass "
+            "error_if_nonfinite=False"
         )
+    everything = [g for gradients in sharded.values() for g in gradients] + whole
     _scale(everything, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
-    return total
+    return total.to(functools.reduce(torch.promote_types, dtypes or {total.dtype}))
 
 
 def _told(value: object) -> str:
@@ -144,11 +142,12 @@ def _told(value: object) -> str:
     return repr(value)
 
 
-def _blame(module: nn.Module) -> str:
+def _blame(units: Sequence[Unit]) -> str:
     """Return the first gradients of each rank that are not finite; every rank calls it."""
-    units = units_in(module)
+    if not units:
+        return ""
     found = [name for unit in units for name in nonfinite_names(unit)]
-    everyone = units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite") if units else [found]
+    everyone = units[0].topology.exchange(found[:_TOLD], label="gradients that are not finite")
     told = [f"rank {rank} has such a gradient of {', '.join(names)}" for rank, names in enumerate(everyone) if names]
     return f" ({'; '.join(told[:_TOLD])})" if told else ""
 
@@ -164,20 +163,17 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor, foreach: bool | None) ->
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
-def _sharded_gradients(units: Sequence[Unit], *, padded: bool) -> dict[Groups, list[Tensor]]:
-    """Return the gradients of this rank by the groups over which they are spread; with `padded`, flat ones in one."""
-    found: dict[Groups, list[Tensor]] = {}
-    for unit in units:
-        for handle in unit.handles:
-            shard, meshes = unit.topology.shard, handle.forms.meshes
-            if meshes is None:
-                parts = [p.grad for p in handle.exposure.parameters()] if padded else grad_parts(handle)
-                pairs: Any = [((), part) for part in parts]
-            else:
-                pairs = meshes.gradients(handle.exposure.parameters(), padded=padded)
-            for others, part in pairs:
-                found.setdefault((shard, *others), []).extend(() if part is None else (part,))
-    return found
+def _parts_of(parameter: Any, handle: FlatParamHandle, *, padded: bool) -> Iterator[tuple[Groups, Any]]:
+    """Yield the gradient of `parameter` with the groups, beside data parallelism, whose ranks hold other parts of it.
+
+    If not `padded`, a flat parameter's is without its padding, in pieces.
+    """
+    meshes: Any = handle.forms.meshes
+    if meshes is not None:
+        yield from meshes.gradients([parameter], padded=padded)
+        return
+    is_one = padded or parameter is not handle.flat_param
+    yield from (((), part) for part in ((parameter.grad,) if is_one else grad_parts(handle)))
 
 
 def grad_parts(handle: FlatParamHandle) -> list[Tensor | None]:
@@ -213,10 +209,9 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, d
 
 def _across_groups(parts: Mapping[Groups, Tensor], norm_type: float) -> Sequence[Tensor]:
     """Combine the ranks' norms of their parts to the norms of the whole: one exchange for each group."""
-    over = [groups if isinstance(groups, tuple) else (groups,) for groups in parts]
     norms = list(parts.values())
-    for group in dict.fromkeys(group for groups in over for group in groups):
-        asked = [number for number, groups in enumerate(over) if group in groups]
+    for group in dict.fromkeys(group for groups in parts for group in groups if group.size > 1):
+        asked = [number for number, groups in enumerate(parts) if group in groups]
         combined = _across(group, torch.stack([norms[number] for number in asked]), norm_type)
         for number, norm in zip(asked, combined.unbind(), strict=True):
             norms[number] = norm

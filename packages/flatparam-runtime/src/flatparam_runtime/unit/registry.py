@@ -42,12 +42,15 @@ def holder_of(handle: FlatParamHandle) -> Unit | None:
 
 def holder_of_parameter(parameter: Tensor) -> Unit | None:
     """Return the unit whose flat parameter `parameter` is, or is a part of; None if it is neither."""
-    owner = _owner_of(parameter)
+    owner = held_in(parameter)
     return None if owner is None else holder_of(owner[0])
 
 
-def _owner_of(parameter: Tensor) -> tuple[FlatParamHandle, int | None] | None:
-    """Return the handle that has the values of `parameter`, and its index there; None stands for all of a flat one."""
+def held_in(parameter: Tensor) -> tuple[FlatParamHandle, int | None] | None:
+    """Return the handle that has the values of `parameter`, and its index there, which is `None` of a flat parameter.
+
+    Return `None` for a parameter of no flat parameter.
+    """
     if isinstance(parameter, FlatParameter):
         handle = handle_of(parameter)
         return None if handle is None else (handle, None)
@@ -144,7 +147,7 @@ def _forget_the_reduced() -> None:
 
 def _indices_of(parameters: Iterable[Tensor]) -> dict[FlatParamHandle, set[int]]:
     found: dict[FlatParamHandle, set[int]] = {}
-    for handle, index in filter(None, map(_owner_of, parameters)):
+    for handle, index in filter(None, map(held_in, parameters)):
         found.setdefault(handle, set()).update(range(len(handle.layout.slots)) if index is None else (index,))
     return found
 
