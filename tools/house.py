@@ -34,6 +34,7 @@ ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "flatparam-state",
         "flatparam",
         "flatparam-meshes",
+        "flatparam-optim",
     ),
     "flatparam-files": ("flatparam-core",),
     "flatparam-checkpoint": ("flatparam-comm", "flatparam-runtime", "flatparam-state", "flatparam-files"),

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import flatparam
+import flatparam.layout
 import flatparam.optim
 import flatparam.wrap
 from flatparam import addons
@@ -117,6 +119,14 @@ def test_without_the_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert str(caught.value) == LACKING.format("flatparam-files")
     assert main(["trace", "draw"]) == 2
     assert capsys.readouterr() == ("", f"flatparam: error: {LACKING.format('flatparam-files')}\n")
+
+
+@pytest.mark.usefixtures("lacking")
+def test_the_layout_of_an_optimizer_without_the_add_on_that_knows_it() -> None:
+    """`for_optimizer` says what to install."""
+    with pytest.raises(ImportError) as caught:
+        flatparam.layout.for_optimizer(torch.optim.AdamW)
+    assert str(caught.value) == LACKING.format("flatparam-optim")
 
 
 @pytest.mark.usefixtures("lacking")

@@ -13,6 +13,7 @@ from flatparam_optim.matrix_step import MatrixOptimizer, MatrixStep
 from flatparam_optim.muon import Muon
 from flatparam_optim.segments.flat_steps import prepare_step, set_flat_steps, step_in_segments, tensors_stepped
 from flatparam_optim.shampoo import Shampoo
+from flatparam_optim.shape_rules import OptimizerKind, allow_shards, kind_of_optimizer, may_step_shards
 from flatparam_optim.whole_optimizer import WholeOptimizer
 
 __version__ = "0.1.0"
@@ -23,13 +24,17 @@ __all__ = [
     "MatrixStep",
     "MatrixStepper",
     "Muon",
+    "OptimizerKind",
     "Routes",
     "Shampoo",
     "TransformersAdafactor",
     "WholeOptimizer",
     "WholeStep",
+    "allow_shards",
     "drop_flat_gradients",
     "follow_gradients",
+    "kind_of_optimizer",
+    "may_step_shards",
     "newton_schulz_flops",
     "originals_in",
     "prepare_step",

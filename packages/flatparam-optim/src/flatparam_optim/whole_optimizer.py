@@ -12,7 +12,7 @@ from flatparam_core import FLAT_PARAM, FlatParamError, clean_fqn, owner_of
 from flatparam_optim.matrices.members import WholeStep, drop_flat_gradients, follow_gradients, originals_in, spread_form
 from flatparam_optim.matrices.stepper import MatrixStepper
 from flatparam_optim.segments.flat_steps import step_in_segments
-from flatparam_runtime import allow_shards
+from flatparam_optim.shape_rules import allow_shards
 
 ADAMW: Final = "adamw"
 """The value under `RULE` of a group of parameters that AdamW steps."""

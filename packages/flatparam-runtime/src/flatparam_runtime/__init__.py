@@ -35,12 +35,9 @@ from flatparam_runtime.inspection.resting import full_views, gather_full, inspec
 from flatparam_runtime.inspection.summon import summon_full_params
 from flatparam_runtime.optimizers import (
     COUNTERS,
-    OptimizerKind,
     StepPreparation,
-    allow_shards,
     clip_grad_norm_,
     clip_gradients_,
-    kind_of_optimizer,
     note_step_of,
     notice_optimizers,
     part_states_of,
@@ -82,7 +79,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "COUNTERS",
-    "OptimizerKind",
     "StepPreparation",
     "Threshold",
     "warn_caller",
@@ -119,7 +115,6 @@ __all__ = [
     "UnitTree",
     "broadcast_tensors",
     "call_unit",
-    "allow_shards",
     "clean_fqn",
     "clip_grad_norm_",
     "clip_gradients_",
@@ -131,7 +126,6 @@ __all__ = [
     "in_range",
     "inside",
     "inspecting",
-    "kind_of_optimizer",
     "memory_view",
     "module_behind",
     "names_of",
@@ -158,8 +152,8 @@ __all__ = [
 
 _MOVED = {
     "flatparam_optim": """
-        drop_flat_gradients follow_gradients MatrixStepper newton_schulz_flops originals_in Routes set_flat_steps
-        step_in_segments tensors_stepped WholeStep
+        allow_shards drop_flat_gradients follow_gradients kind_of_optimizer MatrixStepper newton_schulz_flops
+        OptimizerKind originals_in Routes set_flat_steps step_in_segments tensors_stepped WholeStep
     """,
 }
 """The names that were here, by the add-on that has them now; here they are promised."""

@@ -57,3 +57,15 @@ def test_an_add_on_prepares_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepping, "_preparation", lambda: None)
     _, without = _steps(optim.AdamW)
     check_same(with_it, without)
+
+
+def test_a_lacking_add_on_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without flatparam-optim optimizers step all the same, and a line of the log says what nobody refuses then."""
+    monkeypatch.setattr(stepping, "module_behind", lambda *_: None)
+    stepping._preparation.cache_clear()
+    _steps(optim.AdamW)
+    _steps(optim.SGD)
+    stepping._preparation.cache_clear()
+    assert [record.name for record in caplog.records] == ["flatparam_runtime"]
+    assert "flatparam-optim is not installed" in caplog.text
+    assert "is not refused on shards" in caplog.text

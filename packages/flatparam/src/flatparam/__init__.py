@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from flatparam_clients import Installation, install, uninstall
     from flatparam_core import FlatParameter
     from flatparam_files import CheckpointError
+    from flatparam_optim import allow_shards
     from flatparam_plan import Plan, PlanError, plan, trace
     from flatparam_publish import GroupChannel, Mailbox, Published, Publisher, PublishError, Receiver, Slicing, publish
-    from flatparam_runtime import allow_shards
     from flatparam_state import ShardedEMA, offload, onload
 
 __version__ = "0.1.0"
@@ -133,7 +133,7 @@ _HOMES = {
         "Slicing",
         "publish",
     ),
-    "flatparam_runtime": ("allow_shards",),
+    "flatparam_optim": ("allow_shards",),
     "flatparam_state": ("ShardedEMA", "offload", "onload"),
 }
 """The modules that have the names which this package exports."""

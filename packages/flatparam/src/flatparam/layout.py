@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import nn
 
+from flatparam.addons import load
 from flatparam_core import CHUNK, ELEMENT, ROW, WHOLE, LayoutRule, block_of
-from flatparam_runtime import OptimizerKind, kind_of_optimizer
 
 __all__ = [
     "LayoutPolicy",
@@ -148,6 +148,9 @@ _BLOCK, _LEAST = 256, 4096
 """They have a scale for each 256 elements (4 bits: 128), and quantise only parameters of 4,096 elements or more."""
 
 
+_RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
+
+
 def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
     """Make a layout with which the optimizer `kind` computes every step as in a single process.
 
@@ -164,43 +167,34 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
 
     Raises:
         TypeError: for anything but a class of optimizers.
+        ModuleNotFoundError: if the add-on flatparam-optim, which knows the kinds of optimizers, is not installed.
         ValueError: for a class whose rule flatparam does not know, or a share that is not a positive number.
     """
     asked: Any = kind
     if not (isinstance(asked, type) and issubclass(asked, torch.optim.Optimizer)):
         raise TypeError(f"layout.for_optimizer: expected a class of optimizers, found {asked!r}")
-    if kind_of_optimizer(kind) is OptimizerKind.ALL:
+    optim = load("flatparam_optim")
+    kinds, found = optim.OptimizerKind, optim.kind_of_optimizer(kind)
+    if found is kinds.ALL:
         raise ValueError(
             f"layout.for_optimizer: {kind.__qualname__} computes with all parameters at once, so no layout makes it "
             "exact on shards; use sharding_strategy=NO_SHARD and use_orig_params=True"
         )
-    rules = _rules_for(kind)
-    if rules is None:
+    is_quantised = any(base.__name__.lower().endswith(_QUANTISED) for base in asked.__mro__)
+    of_others: _RuleOf = _quantised_alike if is_quantised else _cut_anywhere
+    if found is kinds.PARAMETERS:
+        of_others = _kept_whole
+    elif found is None and not is_quantised:
         raise ValueError(
             f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
             "for example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
         )
-    of_matrices, of_others = rules
+    of_matrices = _kept_whole if found is kinds.MATRICES else of_others
     return LayoutPolicy(
         lambda name, parameter, module: (of_matrices if parameter.dim() > 1 else of_others)(parameter),
         f"layout.for_optimizer({kind.__module__}.{kind.__qualname__})",
         tuple(shares),
     )
-
-
-_RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
-
-
-def _rules_for(kind: type[torch.optim.Optimizer]) -> tuple[_RuleOf, _RuleOf] | None:
-    """Return the rules of matrices and of other parameters for a class of optimizers, if they are known."""
-    is_quantised = any(base.__name__.lower().endswith(_QUANTISED) for base in kind.__mro__)
-    other = _quantised_alike if is_quantised else _cut_anywhere
-    found = kind_of_optimizer(kind)
-    if found is OptimizerKind.PARAMETERS:
-        return _kept_whole, _kept_whole
-    if found is OptimizerKind.MATRICES:
-        return _kept_whole, other
-    return (other, other) if is_quantised or found is OptimizerKind.ELEMENTS else None
 
 
 def _kept_whole(parameter: nn.Parameter) -> LayoutRule:

@@ -22,8 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatparam.compat import inner_of
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented
-from flatparam_runtime import OptimizerKind, kind_of_optimizer, untraced
-from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS, STEPS
+from flatparam_optim import may_step_shards
+from flatparam_runtime import untraced
+from flatparam_runtime.optimizers.torch_optimizers import STEPS
 from flatparam_state.optimizer import HOLDERS
 
 _HELD: Final = "_flatparam_held"
@@ -159,9 +160,8 @@ def _show(face: ShardedParameter, stored: dict[str, Any], shown: dict[str, Any])
 
 def _may_step_parts(optimizer: optim.Optimizer) -> bool:
     """Return whether an optimizer holds a face, and treats each element alone or knows of shards."""
-    if not any(isinstance(each, ShardedParameter) for group in optimizer.param_groups for each in group["params"]):
-        return False
-    return bool(vars(optimizer).get(MAY_SEE_SHARDS, False)) or kind_of_optimizer(optimizer) is OptimizerKind.ELEMENTS
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    return any(isinstance(each, ShardedParameter) for each in held) and may_step_shards(optimizer)
 
 
 def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

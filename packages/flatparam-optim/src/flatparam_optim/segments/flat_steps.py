@@ -29,6 +29,7 @@ from flatparam_optim.segments.step_segment import (
     can_be_divided,
     is_long,
 )
+from flatparam_optim.shape_rules import check_sees_no_shards
 from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP, STEPS
 
 STEPS_EACH: Final = "_flatparam_steps_each"
@@ -63,8 +64,13 @@ def step_in_segments(optimizer: optim.Optimizer) -> None:
 
 
 def prepare_step(optimizer: optim.Optimizer) -> None:
-    """Have an optimizer that is about to step do so in segments, if it may and has to gain by it."""
+    """Have an optimizer that is about to step do so in segments, if it may and has to gain by it.
+
+    Raises:
+        FlatParamError: if it looks at shapes, and holds parameters that have lost theirs.
+    """
     if type(optimizer) not in STEPS:
+        check_sees_no_shards(optimizer)
         return
     own = vars(optimizer)
     stepper = own.get(INIT_GROUP)

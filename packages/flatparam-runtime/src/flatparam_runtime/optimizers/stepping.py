@@ -1,13 +1,14 @@
 """The one hook before a step of each optimizer in the process.
 
-The step is noted, so that ranks which step otherwise are found; a step of gradients that are not finite is left out;
-an optimizer that looks at shapes is refused on shards (`shape_rules`). An add-on may prepare it further, by the entry
-point `steps` of `flatparam.optimizers`: flatparam-optim has it step neighbours in a shard as one tensor.
+The step is noted, so that ranks which step otherwise are found, and a step of gradients that are not finite is left
+out. An add-on may prepare it further, by the entry point `steps` of `flatparam.optimizers`: flatparam-optim refuses an
+optimizer that looks at shapes on shards, and has others step neighbours in a shard as one tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,10 @@ from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward, untraced
 from flatparam_runtime.optimizers.leaving_out import step_instead
-from flatparam_runtime.optimizers.shape_rules import check_sees_no_shards
-from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART, STEPS
+from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
 from flatparam_runtime.unit import WAITING, Unit, drop_waiting_of, holder_of_parameter
 
+_LOG: Final = logging.getLogger("flatparam_runtime")
 _PART_STATES_OF: Final = "part_states_of"
 """The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
 
@@ -106,13 +107,18 @@ class StepPreparation(Protocol):
     """A module that the entry point `steps` of `flatparam.optimizers` names."""
 
     def prepare_step(self, optimizer: optim.Optimizer) -> None:
-        """Have the optimizer step, now and later, what is best; it is about to step."""
+        """Have the optimizer step, now and later, what is best, or refuse it; it is about to step."""
         ...
 
 
 @functools.cache
 def _preparation() -> StepPreparation | None:
     found: StepPreparation | None = module_behind("flatparam.optimizers", "steps", "flatparam_optim")
+    if found is None:
+        _LOG.warning(
+            "flatparam-optim is not installed: optimizers step each parameter by itself, and one that looks at shapes "
+            "is not refused on shards, where it trains other numbers"
+        )
     return found
 
 
@@ -122,8 +128,8 @@ def notice_optimizers() -> None:
 
     From then on its `zero_grad()` drops gradients that wait for a reduction (`no_sync`), too.
 
-    One that would train other numbers on shards is then refused, or warned of (`allow_shards`); with flatparam-optim,
-    one of `torch.optim` that holds parameters of a unit steps neighbours as one tensor, and long ones in pieces
+    With flatparam-optim, one that would train other numbers on shards is then refused, or warned of (`allow_shards`),
+    and one of `torch.optim` that holds parameters of a unit steps neighbours as one tensor, and long ones in pieces
     (`set_flat_steps`).
 
     The wrapper calls it. Call it yourself, once, if you shard by `shard_module` alone: otherwise optimizers step each
@@ -157,8 +163,6 @@ def _before_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if KEEPS_OWN_PART not in vars(optimizer):
         keep_own_part(optimizer)
     instead = step_instead(optimizer, args, kwargs) if NonfiniteGuard.are_there else None
-    if type(optimizer) not in STEPS:
-        check_sees_no_shards(optimizer)
     preparation = _preparation()
     if preparation is not None:
         preparation.prepare_step(optimizer)

@@ -26,8 +26,6 @@ HOOKS: Final = "_post_accumulate_grad_hooks"
 
 KEEPS_OWN_PART: Final = "_flatparam_keeps_own_part"
 """Our mark on an optimizer whose state has been cut as its parameters were."""
-MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
-"""Our mark on an optimizer that may step shards, whatever its kind."""
 
 
 def steps_of(kinds: Iterable[type[optim.Optimizer]]) -> dict[type[optim.Optimizer], Callable[[Any], Any]]:

@@ -12,12 +12,17 @@ from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, FlatParamError, SingleCollectives
-from flatparam_runtime import allow_shards
+from flatparam_optim import allow_shards
+from flatparam_runtime import notice_optimizers
 
-from ..models import Stack, batch
-from ..worlds import full_parameters, run, sharded
+from .segments.beneath import Stack, batch, full_parameters, run, sharded
 
 BLOCKS = ["blocks.0", "blocks.1"]
+
+
+@pytest.fixture(autouse=True)
+def _noticed() -> None:
+    notice_optimizers()
 
 
 class Quiet(torch.optim.Optimizer):
@@ -177,8 +182,8 @@ def test_an_unknown_one_is_told_of_once(ranks: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(ranks, steps)
-    told = sum("Quiet is not an optimizer" in str(each.message) for each in caught)
-    assert told == (ranks if ranks > 1 else 0)
+    told = [each.filename for each in caught if "Quiet is not an optimizer" in str(each.message)]
+    assert told == [__file__] * (ranks if ranks > 1 else 0)
 
 
 @each_row("make", [named("Shampoo"), Quiet])

@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, Final, final
 
@@ -14,9 +13,10 @@ import attrs
 import torch
 from torch import nn
 
-from flatparam_comm import FlatParamError, FlatParameter, owner_of
-from flatparam_runtime.optimizers.torch_optimizers import MAY_SEE_SHARDS
+from flatparam_comm import FlatParamError, FlatParameter, owner_of, warn_caller
 
+MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
+"""Our mark on an optimizer that may step shards, whatever its kind."""
 _PARTS_OF_WORDS: Final = ("came", "dion", "kron", "lamb", "larc", "lars", "sm3", "spam")
 """Names that count at the end of a class's name only: elsewhere they may be part of a different word."""
 _TREATS_EACH_ALONE: Final = frozenset(
@@ -85,6 +85,11 @@ def allow_shards(optimizer: torch.optim.Optimizer) -> None:
     setattr(optimizer, MAY_SEE_SHARDS, True)
 
 
+def may_step_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer` treats each element alone, or was said to know of shards (`allow_shards`)."""
+    return bool(vars(optimizer).get(MAY_SEE_SHARDS)) or kind_of_optimizer(optimizer) is OptimizerKind.ELEMENTS
+
+
 def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step of an optimizer that looks at shapes, and holds parameters that have lost theirs.
 
@@ -93,12 +98,9 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         FlatParamError: naming the optimizer, a parameter, and what to do; nothing has been stepped.
     """
-    if vars(optimizer).get(MAY_SEE_SHARDS, False):
+    if may_step_shards(optimizer):
         return
-    made_by = type(optimizer)
-    kind = kind_of_optimizer(optimizer)
-    if kind is OptimizerKind.ELEMENTS:
-        return
+    made_by, kind = type(optimizer), kind_of_optimizer(optimizer)
     if kind is OptimizerKind.ALL:
         part = next((part for part in _parts(optimizer) if part.is_sharded), None)
         looks_at, whole = "all parameters at once", ""
@@ -124,12 +126,11 @@ def check_sees_no_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _warn(kind: str, part: _Part) -> None:
-    warnings.warn(
+    warn_caller(
         f"{kind} is not an optimizer that flatparam knows, and sees shards: of {part.fqn!r}, of shape {part.whole}, it "
         f"holds {part.found}. If it treats each element alone, nothing is lost; flatparam.allow_shards(optimizer) says "
         "so. If it looks at shapes or norms, it trains other numbers: have parameters kept whole, with NO_SHARD and "
-        "use_orig_params=True",
-        stacklevel=2,
+        "use_orig_params=True"
     )
 
 
