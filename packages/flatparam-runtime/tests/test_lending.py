@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -471,3 +472,78 @@ def test_a_backward_hook_reads_whole_parameters(ranks: int, use_orig_params: boo
         for head, body in zip(found[::2], found[1::2], strict=True):
             assert torch.equal(head, local.head.weight)
             assert torch.equal(body, local.body.weight)
+
+
+class Recurrent(nn.LSTM):
+    """An LSTM, whose own `__setattr__` keeps a list, and has torch ask whether the attribute is there."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x)[0]
+        return out
+
+
+class Listing(nn.Linear):
+    """It has a list of its parameters, which it reads whenever one is set."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["listed"] = [self.weight, getattr(self, "bias", None)]
+
+
+class Around(nn.Module):
+    """Two layers of a class in a module of their own; `frozen` ones do not train, and `normed` ones are made of others."""
+
+    def __init__(self, make: Callable[[], nn.Module], frozen: Sequence[str], normed: bool) -> None:
+        super().__init__()
+        layers = [make(), make()]
+        for name in frozen:
+            layers[0].get_parameter(name).requires_grad_(False)
+        if normed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                name = "weight_hh_l0" if isinstance(layers[0], Recurrent) else "weight"
+                layers = [torch.nn.utils.weight_norm(layer, name) for layer in layers]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@each_row(
+    ("make", "frozen", "normed"),
+    [
+        (Recurrent, [], False),
+        (Recurrent, ["weight_hh_l0", "bias_ih_l0"], False),
+        (Recurrent, [], True),
+        (Listing, ["bias"], False),
+        (Listing, ["weight"], False),
+        (Listing, [], True),
+    ],
+    ids=str,
+)
+def test_a_unit_that_is_freed_lends_nothing_to_its_own_setattr(
+    make: Callable[[], nn.Module],
+    frozen: Sequence[str],
+    normed: bool,
+    ranks: int,
+    use_orig_params: bool,
+    free_after_forward: bool,
+) -> None:
+    """It reads parameters inside the call of the unit around it, and is no reader: it trains as on one process."""
+    check_training(
+        lambda: Around(make, frozen, normed),
+        [lambda module, rank: module(batch(rank)[None]).square().mean()] * 3,
+        ranks,
+        units=["layers.0", "layers.1"],
+        use_orig_params=use_orig_params,
+        free_after_forward=free_after_forward,
+    )

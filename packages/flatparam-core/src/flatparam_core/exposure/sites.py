@@ -344,7 +344,7 @@ class Sites:
             for at, name in enumerate(row.names):
                 plain[owners[at]][name] = values[indices[at]]
         for info, index in row.assigned:
-            setattr(info.module, info.param_name, values[index])
+            _assign(info.module, info.param_name, values[index])
         self.shown = list(values)
 
     @staticmethod
@@ -400,4 +400,15 @@ def _register(info: ParamInfo, value: torch.Tensor | None) -> None:
     module = info.module
     module._parameters[info.param_name] = value  # type: ignore[assignment]  # or what a presenter makes
     if type(module).__setattr__ is not nn.Module.__setattr__:
-        setattr(module, info.param_name, value)
+        _assign(module, info.param_name, value)
+
+
+def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Set an attribute by the module's own `__setattr__`, which may read parameters: what is registered answers."""
+    own: Any = module._parameters
+    registry = own if isinstance(own, ShardedRegistry) else ShardedRegistry({})
+    readers, registry.readers = registry.readers, {}
+    try:
+        setattr(module, name, value)
+    finally:
+        registry.readers = readers
