@@ -396,6 +396,14 @@ def replaced_after_wrapping(world: Collectives) -> None:
         model(torch.ones(1, 2))
 
 
+def taken_out_after_wrapping(world: Collectives) -> None:
+    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    model.module[1] = nn.Identity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 2))
+
+
 def swapped_later(world: Collectives) -> None:
     torch.manual_seed(0)
     model = FSDP(Choice())
@@ -655,6 +663,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "used a different `use_orig_params` on a rank": different(1, use_orig_params=True),
         "began with different weights on a rank (a warning)": partial(on_ranks, different_weights),
         "replaced a unit after wrapping (a warning)": partial(on_ranks, replaced_after_wrapping),
+        "took a module out after wrapping (a warning)": partial(on_ranks, taken_out_after_wrapping),
         "froze a parameter on a rank": partial(on_ranks, frozen_on_one),
         "stepped an optimizer that depends on shapes": partial(on_ranks, stepped_by_shape),
         "left a parameter out of a rank's optimizer": partial(on_ranks, left_out_of_an_optimizer),

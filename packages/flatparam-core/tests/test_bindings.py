@@ -1,5 +1,6 @@
 """discover: which parameters a module has, through which attributes, and under which names."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -103,11 +104,16 @@ def test_parameters_that_cannot_be_taken(make: Callable[[], nn.Module], told: st
 
 
 def test_a_binding_holds_its_module_weakly() -> None:
-    """A binding whose module is gone says which one it was."""
+    """A binding whose module is gone has a stand-in from then on, and warns of it once."""
     info = ParamInfo("weight", "block.0", weakref.ref(nn.Linear(1, 1)))
     assert info.fqn == "block.0.weight"
-    with pytest.raises(FlatParamError, match=r"'block\.0' that held 'weight'"):
-        _ = info.module
+    assert info.is_gone
+    with pytest.warns(UserWarning, match=r"the module 'block\.0' was taken out of the model"):
+        stand_in = info.module
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert info.module is info.reference() is stand_in
+    assert [*stand_in.parameters()] == []
 
 
 def test_each_module_in_torchs_order() -> None:

@@ -8,7 +8,7 @@ import torch
 from each_row import each_row
 from torch import nn
 
-from flatparam_core import FlatParamError, FlatParameter, flatten_module
+from flatparam_core import FlatParameter, flatten_module
 
 from .ranks import Ranks, flatten_alone, gather, seeded
 
@@ -250,15 +250,38 @@ def test_requires_grad_of_one_original() -> None:
 
 
 def test_handles_do_not_keep_modules_alive(use_orig_params: bool) -> None:
-    """A handle holds its module weakly: the module goes when its user drops it, and a use of the handle then says so."""
+    """A handle holds its module weakly: the module goes when its user drops it, and a use of the handle says so."""
     module = nn.Linear(2, 2)
     handle = flatten_alone(module, use_orig_params=use_orig_params)
     gone = weakref.ref(module)
     del module
     gc.collect()
     assert gone() is None
-    with pytest.raises(FlatParamError, match="does not exist any more"):
+    with pytest.warns(UserWarning, match="was taken out of the model"):
         gather([handle])
+
+
+@each_row("when", ["sharded", "gathered"])
+def test_a_module_is_taken_out(when: str, use_orig_params: bool) -> None:
+    """Its parameters stay in the flat parameter, with their values; the others go on as before."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    handle = flatten_alone(model, use_orig_params=use_orig_params)
+    if when == "gathered":
+        gather([handle])
+    model[1] = nn.Identity()
+    with pytest.warns(UserWarning, match="the module '1' was taken out of the model"):
+        handle.reshard() if when == "gathered" else gather([handle])
+    for _ in range(2):
+        if handle.is_unsharded:
+            handle.reshard()
+        gather([handle])
+        assert model[0].weight is handle.leaves[0]
+        leaves = dict(zip(handle.layout.fqns, handle.leaves, strict=True))
+        assert all(torch.equal(leaf, before[fqn]) for fqn, leaf in leaves.items())
+    model(torch.ones(1, 2)).sum().backward()
+    assert {fqn for fqn, leaf in leaves.items() if leaf.grad is not None} == {"0.weight", "0.bias"}
+    handle.reshard()
 
 
 def test_several_flat_parameters_stand_side_by_side() -> None:

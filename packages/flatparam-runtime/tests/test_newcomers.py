@@ -6,11 +6,13 @@ import copy
 import warnings
 from collections.abc import Callable
 
+import pytest
+import torch
 from each_row import each_row
 from torch import nn
 
 from flatparam_comm import Collectives, Topology
-from flatparam_runtime import UnitPlan, shard_module
+from flatparam_runtime import UnitPlan, notice_optimizers, shard_module
 
 from .models import WIDTH, Stack, batch
 from .worlds import run, seeded, sharded
@@ -19,8 +21,6 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 
 def replace_head(stack: Stack) -> None:
-    # Without a reference to it, the next call refuses the model.
-    stack.__dict__["kept"] = stack.head
     stack.head = nn.Linear(WIDTH, 3)
 
 
@@ -45,18 +45,32 @@ def nothing(_: Stack) -> None:
     pass
 
 
-def warned(change: Callable[[Stack], None], use_orig_params: bool, *, copied: bool = False) -> list[str]:
-    """The warnings on two ranks of a stack that is changed after it was sharded, and then makes two passes."""
+def warned(
+    change: Callable[[Stack], None], use_orig_params: bool, *, copied: bool = False, late: bool = False
+) -> list[str]:
+    """The warnings on two ranks of a stack that is changed after it was sharded, and then makes two steps.
+
+    If `late`, it has made one before.
+    """
+
+    notice_optimizers()
 
     def train(collectives: Collectives) -> None:
         stack = sharded(Stack, collectives, units=BLOCKS, use_orig_params=use_orig_params)
         stack.__dict__["plan"] = UnitPlan(Topology(collectives), use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(stack.parameters(), 0.1)
+        if late:
+            stack(batch()).sum().backward()
+            optimizer.step()
         change(stack)
         if copied:
             del stack.__dict__["plan"]
             stack = copy.deepcopy(stack)
-        for _ in range(2):
+        optimizer = torch.optim.SGD(stack.parameters(), 0.1)
+        for _ in range(3):
             stack(batch()).sum().backward()
+            optimizer.step()
+        stack(batch())
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -72,9 +86,12 @@ def warned(change: Callable[[Stack], None], use_orig_params: bool, *, copied: bo
         (add_bias, "(root)", "'stem.scale'"),
     ],
 )
-def test_newcomers_are_named(change: Callable[[Stack], None], unit: str, names: str, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["before the first pass", "after a step"])
+def test_newcomers_are_named(
+    change: Callable[[Stack], None], unit: str, names: str, late: bool, use_orig_params: bool
+) -> None:
     """Each rank warns once of parameters that came in after the module was sharded, and says what to do."""
-    messages = warned(change, use_orig_params)
+    messages = warned(change, use_orig_params, late=late)
     assert len(messages) == 2
     for message in messages:
         assert f"unit {unit!r}: no unit holds {names}, which came into the module after it was sharded" in message
@@ -85,6 +102,7 @@ def test_newcomers_are_named(change: Callable[[Stack], None], unit: str, names: 
 def test_what_is_frozen_or_sharded_is_no_newcomer(change: Callable[[Stack], None], use_orig_params: bool) -> None:
     """A new module that is a unit, or whose parameters are frozen, gets no warning."""
     assert warned(change, use_orig_params) == []
+    assert warned(change, use_orig_params, late=True) == []
 
 
 def test_a_copy_does_not_know(use_orig_params: bool) -> None:

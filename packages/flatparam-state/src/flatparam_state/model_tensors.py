@@ -76,11 +76,12 @@ def _sharded(place: Place, places: Sequence[Place]) -> Iterator[ModelTensor]:
     # What is no `DTensor` is the same on all ranks of tensor parallelism.
     apart = (*place.unit.topology.groups, getattr(handle.forms.meshes, "experts", None))
     is_copy = any(group.rank for group in mesh_groups((each.unit for each in places), apart))
-    for index, (slot, names) in enumerate(zip(handle.layout.slots, place.names, strict=True)):
-        spec, fragment, held = slot.spec, handle.layout.fragment(index, handle.rank), held_part(place, index)
+    for index in place.indices:
+        spec, fragment = handle.layout.slots[index].spec, handle.layout.fragment(index, handle.rank)
+        held = held_part(place, index)
         shape, stride = (spec.shape, spec.stride) if held is None else (held.shape, held.stride)
         yield ModelTensor(
-            names,
+            place.names[index],
             shape,
             spec.dtype,
             fragment.in_param.shifted(0 if held is None else held.offset),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -23,6 +23,9 @@ from flatparam_runtime import (
     warn_caller,
 )
 
+_TAKEN_OUT: Final = " (taken out)"
+"""The end of the name of a parameter whose modules were taken out of the model: what is there now may have its name."""
+
 
 @final
 @attrs.frozen(eq=False)
@@ -41,10 +44,16 @@ class Place:
 
     fqns: tuple[str, ...] = attrs.field(init=False)
     """The first name of each parameter."""
+    indices: tuple[int, ...] = attrs.field(init=False)
+    """The parameters that are the model's; the modules of the others were taken out of it."""
 
     @fqns.default
     def _first_names(self) -> tuple[str, ...]:
         return tuple(names[0] for names in self.names)
+
+    @indices.default
+    def _in_model(self) -> tuple[int, ...]:
+        return tuple(index for index, fqn in enumerate(self.fqns) if not fqn.endswith(_TAKEN_OUT))
 
 
 def places_of(unit: Unit) -> tuple[Place, ...]:
@@ -126,7 +135,7 @@ def _names(
             for order, info in enumerate(infos)
             for number, path in paths.get(info.module, ())
         ]
-        yield tuple(dict.fromkeys(name for _, _, name in sorted(found))) or (prefix + fqn,)
+        yield tuple(dict.fromkeys(name for _, _, name in sorted(found))) or (prefix + fqn + _TAKEN_OUT,)
 
 
 # Between shards and full tensors, for anything that is shaped like the parameters: weights, moments, averages

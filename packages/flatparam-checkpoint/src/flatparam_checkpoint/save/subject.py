@@ -117,7 +117,7 @@ class _Adding:
     _tensors: Mapping[str, ModelTensor]
 
     def add(self, item: Held, state: Mapping[Any, Any]) -> None:
-        if (item.place is None and self._rank != 0) or item.is_elsewhere:
+        if (item.place is None and self._rank != 0) or item.is_elsewhere or not item.fqns:
             return
         for name, value in state.items():
             if not isinstance(name, str):

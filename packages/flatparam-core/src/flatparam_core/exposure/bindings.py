@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from flatparam_core.errors import FlatParamError
+from flatparam_core.errors import FlatParamError, warn_caller
 from flatparam_core.geometry import ParamSpec
 from flatparam_core.names import clean_fqn
 
@@ -27,6 +27,8 @@ class ParamInfo:
     param_name: str
     module_name: str
     _module: weakref.ReferenceType[nn.Module]
+    _stand_in: list[nn.Module] = attrs.field(factory=list, init=False)
+    """A module in the place of one that is gone: it has the attribute, and nothing calls it."""
 
     def __getstate__(self) -> tuple[object, ...]:
         """Return the state for a copy, the module included."""
@@ -40,22 +42,27 @@ class ParamInfo:
     @property
     def reference(self) -> weakref.ReferenceType[nn.Module]:
         """A weak reference to the module that has the attribute."""
-        return self._module
+        return weakref.ref(self._stand_in[0]) if self._stand_in else self._module
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the module that had the attribute does not exist any more."""
+        return self._module() is None
 
     @property
     def module(self) -> nn.Module:
-        """The module that has the attribute.
-
-        Raises:
-            FlatParamError: if that module is gone.
-        """
+        """The module that has the attribute; once that is gone, a stand-in, and a warning says so."""
         module = self._module()
-        if module is None:
-            raise FlatParamError(
-                f"the module {self.module_name!r} that held {self.param_name!r} does not exist any more: it was taken "
-                "out of the model or replaced after it was sharded; change the model first, and shard it then"
+        if module is not None:
+            return module
+        if not self._stand_in:
+            self._stand_in.append(nn.Module())
+            warn_caller(
+                f"the module {self.module_name!r} was taken out of the model after it was sharded: its parameters stay "
+                "in their unit, where nothing uses them. Shard what has taken its place, which each rank trains for "
+                "itself until then, and make a new optimizer"
             )
-        return module
+        return self._stand_in[0]
 
     @property
     def fqn(self) -> str:

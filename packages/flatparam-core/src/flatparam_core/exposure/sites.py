@@ -282,19 +282,20 @@ class Sites:
 
     def _attributes(self) -> _Attributes:
         if self._row is None:
+            for infos, value in zip(self.infos, self.shown, strict=True):
+                for info in filter(operator.attrgetter("is_gone"), infos):
+                    _register(info, value)
             self._row = _Attributes.of(self.infos)
         return self._row
 
-    def _dictionaries(self, row: _Attributes) -> list[dict[str, Any]]:
-        """Return the attributes of each module.
-
-        Raises:
-            FlatParamError: if a module is gone; the message names the parameter.
-        """
+    def _found(self) -> tuple[_Attributes, list[dict[str, Any]]]:
+        """Return the row of all attributes, and the attributes of each module; one that is gone gets a stand-in."""
+        row = self._row or self._attributes()
         try:
-            return [*map(vars, map(_MODULE_OF, row.modules))]
+            return row, [*map(vars, map(_MODULE_OF, row.modules))]
         except TypeError:
-            return [vars(info.module) for infos in self.infos for info in infos]
+            self._row, self._readers, self._swap = None, [], None
+            return self._found()
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
@@ -302,13 +303,9 @@ class Sites:
         return row.spread(values) if row.repeats else values
 
     def registered(self) -> list[nn.Parameter | None]:
-        """For each attribute, the parameter that is registered there now.
-
-        Raises:
-            FlatParamError: if a module is gone.
-        """
-        row = self._row or self._attributes()
-        return list(map(dict.get, row.registries(self._dictionaries(row)), row.names))
+        """For each attribute, the parameter that is registered there now."""
+        row, owns = self._found()
+        return list(map(dict.get, row.registries(owns), row.names))
 
     def put(self, values: Sequence[torch.Tensor | None], read: Read | None = None) -> None:
         """Register each value under all the names of its parameter.
@@ -321,8 +318,7 @@ class Sites:
             FlatParamError: if somebody has put a different parameter there since, other than a frozen one in the same
                 memory; the message names it.
         """
-        row = self._row or self._attributes()
-        owns = self._dictionaries(row)
+        row, owns = self._found()
         shown: Sequence[object] = row.spread(self.shown) if row.repeats else self.shown
         found = list(map(dict.get, row.registries(owns), row.names, row.absent))
         # The check comes before any change.

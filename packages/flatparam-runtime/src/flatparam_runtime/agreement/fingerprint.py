@@ -133,6 +133,8 @@ class Fingerprint:
     """The name of the tree in messages, once its ranks have agreed on it."""
     reductions: int = 0
     """The number of reductions since the beginning."""
+    has_new_optimizer: bool = True
+    """Whether an optimizer has stepped that had not before, or has other parameters: some may be in no unit."""
     _dropped: set[bool] = attrs.field(factory=set)
     """How gradients were dropped since the last reduction: on every rank, or on some."""
     _steps: dict[int, str] = attrs.field(factory=dict)

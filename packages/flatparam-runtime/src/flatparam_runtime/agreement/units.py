@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, final
 
 import attrs
@@ -175,15 +175,16 @@ def names_left_whole(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in _left_whole(module))
 
 
-def warn_of_newcomers(units: Iterable[Unit]) -> None:
-    """Warn, once, of trained parameters that no unit holds and that were not there when the module was sharded."""
-    for unit in units:
-        before = unit.held.left_whole
-        # A copy does not know.
-        if before is None:
-            continue
+def warn_of_newcomers(units: Sequence[Unit]) -> None:
+    """Warn, once of each, of trained parameters that no unit holds and that came in after the module was sharded."""
+    # A copy does not know; and a module may have been taken out of the model.
+    known = [each for each in units if each.held.left_whole is not None and each.held.reference() is not None]
+    for unit in known:
+        before = unit.held.left_whole or ()
         names = [name for name, p in _left_whole(unit.module) if p.requires_grad and name not in before]
         if names:
+            for each in known:
+                each.held.left_whole = names_left_whole(each.module) | {*(each.held.left_whole or ())}
             several = f" .. {names[-1]!r} ({len(names)} parameters)" if len(names) > 1 else ""
             warn_caller(
                 f"unit {unit.name!r}: no unit holds {names[0]!r}{several}, which came into the module after it "

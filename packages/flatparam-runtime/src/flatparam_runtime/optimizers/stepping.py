@@ -264,6 +264,7 @@ class _Stepped:
                 firsts.setdefault(fingerprint, weakref.ref(unit))
                 if fingerprint is None:
                     continue
+                fingerprint.has_new_optimizer = True
                 of_tree = groups.setdefault(fingerprint, {})
                 handle, index, everywhere = _place_of(parameter)
                 of_tree[number] = of_tree.get(number, False) or everywhere

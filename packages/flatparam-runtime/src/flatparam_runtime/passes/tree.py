@@ -206,15 +206,17 @@ class UnitTree:
         self.fingerprint.begin_pass(recorded=recorded, before_each=agree_on_deed)
 
     def introduce(self) -> None:
-        """Have the ranks compare their units, if they never did; every rank calls it before its first pass."""
+        """Have the ranks compare their units, if they never did; every rank calls it before each pass."""
         if self.fingerprint.progress is Progress.NEW:
             check_no_graphs(self.root, self.units)
             agree_on_units(self.units)
             for unit in self.units:
                 # A new object in the place of an original is no newcomer.
                 unit.take_over()
-            warn_of_newcomers(self.units)
             self.fingerprint.advance(Progress.BEGUN)
+        if self.fingerprint.has_new_optimizer:
+            self.fingerprint.has_new_optimizer = False
+            warn_of_newcomers(self.units)
 
     def settle_leftovers(self) -> None:
         """Free full parameters that may not be used between passes any more, as the next forward pass would."""

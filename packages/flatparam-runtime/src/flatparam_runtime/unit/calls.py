@@ -118,12 +118,13 @@ class InnerCall(Generic[U]):
         self.covered: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        state = (self.unit, self.module, self.name, self.run, self.own, self.covered)
+        state = (self.unit, self.reference(), self.name, self.run, self.own, self.covered)
         return _new, (), state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.unit, module, self.name, self.run, self.own, self.covered = state
-        self.reference = weakref.ref(module)
+        # That of a module which was taken out of the model refers to nothing.
+        self.reference = weakref.ref(nn.Module() if module is None else module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""

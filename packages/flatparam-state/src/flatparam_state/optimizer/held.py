@@ -98,9 +98,10 @@ def held_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         exposure, fqns = place.handle.exposure, place.fqns
         flat = place.handle.flat_param
         if exposure.parameters()[0] is flat:
-            held[id(flat)] = Held(flat, fqns, place, tuple(range(len(fqns))))
+            held[id(flat)] = Held(flat, tuple(fqns[index] for index in place.indices), place, place.indices)
         for index, parameter in exposure.originals().items():
-            held[id(parameter)] = Held(parameter, (fqns[index],), place, (index,))
+            if index in place.indices:
+                held[id(parameter)] = Held(parameter, (fqns[index],), place, (index,))
     for name, parameter in model.named_parameters():
         held.setdefault(id(parameter), Held(parameter, (clean_fqn(name),)))
     if optimizer is None:
