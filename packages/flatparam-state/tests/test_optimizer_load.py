@@ -209,6 +209,30 @@ def test_groups_come_back_with_their_settings(use_orig_params: bool) -> None:
         assert_same_optimizer(found, saved)
 
 
+@each_row("others", [0, 1])
+def test_a_group_without_parameters_comes_back_by_its_place(others: int, use_orig_params: bool) -> None:
+    """It has the settings of the saved group there, as in torch, unless the saved optimizer has other groups."""
+    case = CASES["every layer a unit"]
+
+    def groups(model: nn.Module, lr: float, empty: int) -> torch.optim.Optimizer:
+        first: dict[str, Any] = {"params": [*model.parameters()], "lr": lr}
+        return torch.optim.AdamW([first, *({"params": [], "lr": 2 * lr} for _ in range(empty))])
+
+    model = case.build()
+    optimizer = groups(model, 0.25, 1 + others)
+    step(model, optimizer, made_up_gradients(case.build(), 0))
+    saved = copy.deepcopy(named_state(model, optimizer))
+
+    def rank(ranks: Collectives) -> list[float]:
+        model = shard_case(case, ranks, use_orig_params=use_orig_params)
+        optimizer = groups(model, 1.0, 1)
+        optimizer.load_state_dict(load_optimizer_state(model, optimizer, saved))
+        return [group["lr"] for group in optimizer.param_groups]
+
+    for found in same_on_all(2, rank):
+        assert found == [0.25, 2.0 if others else 0.5]
+
+
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_zero_d_parameters_only(use_orig_params: bool, empty_first: bool) -> None:
     """Where every parameter is 0-d, so is every moment, and it is still told from a step count."""

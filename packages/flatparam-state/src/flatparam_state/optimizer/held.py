@@ -214,6 +214,17 @@ def with_settings(item: Held, saved: State, groups: Sequence[Mapping[str, Any]])
     return [fqn for fqn in item.fqns if item.place is not None or fqn in known]
 
 
+def settings_at(number: int, groups: Sequence[Mapping[str, Any]], holding: Holding) -> dict[str, Any]:
+    """Return the hyperparameters of an optimizer's group `number` without parameters: those of the saved one there.
+
+    If there are more saved groups or fewer, or it has parameters that are in another group now, there are none.
+    """
+    held = {fqn for item in holding.items for fqn in item.fqns}
+    if len(groups) != len(holding.groups) or not held.isdisjoint(groups[number]["params"]):
+        return {}
+    return {key: value for key, value in groups[number].items() if key not in _NAMES}
+
+
 def settings_of(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The hyperparameters that the saved groups give to the parameters `names`, which must be the same for all."""
     if not names:

@@ -18,6 +18,7 @@ from flatparam_state.optimizer.held import (
     held_parameters,
     numbered,
     of_parts,
+    settings_at,
     settings_of,
     with_settings,
 )
@@ -87,7 +88,7 @@ def load_optimizer_state(
     state: dict[Any, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     current = optimizer.state_dict() if is_named else None
-    for keys, (group, found) in zip(_keys(holding, current), holding.groups, strict=True):
+    for number, (keys, (group, found)) in enumerate(zip(_keys(holding, current), holding.groups, strict=True)):
         for key, item in zip(keys, found, strict=True):
             values = loaded[item]
             if values:
@@ -95,9 +96,8 @@ def load_optimizer_state(
             elif current is not None and key in current["state"]:
                 state[key] = current["state"][key]
         if saved_groups is not None:
-            settings = settings_of(
-                [fqn for item in found for fqn in with_settings(item, saved, saved_groups)], saved_groups
-            )
+            names = [fqn for item in found for fqn in with_settings(item, saved, saved_groups)]
+            settings = settings_of(names, saved_groups) if found else settings_at(number, saved_groups, holding)
             groups.append({**group, **settings, "params": list(keys)})
     if saved_groups is None:
         of_parameters = {fqn for item in held_parameters(model).values() for fqn in item.fqns}
