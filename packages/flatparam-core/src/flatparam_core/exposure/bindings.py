@@ -27,7 +27,7 @@ class ParamInfo:
     param_name: str
     module_name: str
     _module: weakref.ReferenceType[nn.Module]
-    _stand_in: list[nn.Module] = attrs.field(factory=list, init=False)
+    _stand_in: nn.Module | None = attrs.field(default=None, init=False)
     """A module in the place of one that is gone: it has the attribute, and nothing calls it."""
 
     def __getstate__(self) -> tuple[object, ...]:
@@ -42,7 +42,7 @@ class ParamInfo:
     @property
     def reference(self) -> weakref.ReferenceType[nn.Module]:
         """A weak reference to the module that has the attribute."""
-        return weakref.ref(self._stand_in[0]) if self._stand_in else self._module
+        return self._module if self._stand_in is None else weakref.ref(self._stand_in)
 
     @property
     def is_gone(self) -> bool:
@@ -53,16 +53,18 @@ class ParamInfo:
     def module(self) -> nn.Module:
         """The module that has the attribute; once that is gone, a stand-in, and a warning says so."""
         module = self._module()
-        if module is not None:
-            return module
-        if not self._stand_in:
-            self._stand_in.append(nn.Module())
+        if module is None:
+            module = self._stand_in
+        if module is None:
+            module = nn.Module()
+            # The class is frozen.
+            object.__setattr__(self, "_stand_in", module)
             warn_caller(
                 f"the module {self.module_name!r} was taken out of the model after it was sharded: its parameters stay "
                 "in their unit, where nothing uses them. Shard what has taken its place, which each rank trains for "
                 "itself until then, and make a new optimizer"
             )
-        return self._stand_in[0]
+        return module
 
     @property
     def fqn(self) -> str:

@@ -288,14 +288,11 @@ class Sites:
             self._row = _Attributes.of(self.infos)
         return self._row
 
-    def _found(self) -> tuple[_Attributes, list[dict[str, Any]]]:
-        """Return the row of all attributes, and the attributes of each module; one that is gone gets a stand-in."""
-        row = self._row or self._attributes()
-        try:
-            return row, [*map(vars, map(_MODULE_OF, row.modules))]
-        except TypeError:
-            self._row, self._readers, self._swap = None, [], None
-            return self._found()
+    def _anew(self) -> tuple[_Attributes, list[dict[str, Any]]]:
+        """Return the row, and the attributes of each module, now that a module is gone: a stand-in has its place."""
+        self._row, self._readers, self._swap = None, [], None
+        row = self._attributes()
+        return row, [*map(vars, map(_MODULE_OF, row.modules))]
 
     def at_attributes(self, values: Sequence[T]) -> Sequence[T]:
         """For each attribute, the one of `values` (one per parameter) that belongs to its parameter."""
@@ -304,7 +301,11 @@ class Sites:
 
     def registered(self) -> list[nn.Parameter | None]:
         """For each attribute, the parameter that is registered there now."""
-        row, owns = self._found()
+        row = self._row or self._attributes()
+        try:
+            owns = [*map(vars, map(_MODULE_OF, row.modules))]
+        except TypeError:
+            row, owns = self._anew()
         return list(map(dict.get, row.registries(owns), row.names))
 
     def put(self, values: Sequence[torch.Tensor | None], read: Read | None = None) -> None:
@@ -318,7 +319,11 @@ class Sites:
             FlatParamError: if somebody has put a different parameter there since, other than a frozen one in the same
                 memory; the message names it.
         """
-        row, owns = self._found()
+        row = self._row or self._attributes()
+        try:
+            owns = [*map(vars, map(_MODULE_OF, row.modules))]
+        except TypeError:
+            row, owns = self._anew()
         shown: Sequence[object] = row.spread(self.shown) if row.repeats else self.shown
         found = list(map(dict.get, row.registries(owns), row.names, row.absent))
         # The check comes before any change.
