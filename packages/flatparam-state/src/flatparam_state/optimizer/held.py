@@ -51,6 +51,12 @@ class Held:
         """Return whether the optimizer's state `name` may be on one rank alone, in one of the replicas."""
         return self.part_states is not None and name not in self.part_states
 
+    def has_own(self, name: str) -> bool:
+        """Return whether this rank's optimizer has a state `name` of it: one that holds a face has it of each rank."""
+        if not self.is_elsewhere:
+            return True
+        return self.place is not None and self.place.handle.faces is not None and not self.is_kept_once(name)
+
     @property
     def is_elsewhere(self) -> bool:
         """Whether it is an original of which other ranks have all elements, so that it is never stepped here."""

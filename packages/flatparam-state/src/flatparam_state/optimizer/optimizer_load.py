@@ -153,7 +153,7 @@ def _loaded(
     for item in dict.fromkeys(order):
         names = list(dict.fromkeys(name for fqn in item.fqns for name in states.saved.get(fqn, {})))
         values = {name: states.value(item, name) for name in sorted(names)}
-        kept = {} if item.is_elsewhere else {name: values[name] for name in names}
+        kept = {name: values[name] for name in names if item.has_own(name)}
         loaded[item] = in_blocks(kept, item.parameter)
     return loaded
 
