@@ -153,3 +153,62 @@ def test_an_extra_state_that_the_model_lacks(tmp_path: Path) -> None:
     loaded = other.load(strict=False)
     assert loaded is not None
     assert loaded.unexpected == ("0._extra_state",)
+
+
+class Schedule(torch.optim.SGD):
+    """An optimizer that keeps something under a name of its own, beside the states of parameters."""
+
+    def __init__(self, parameters: Any, own: dict[Any, Any]) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.state.update(own)
+
+
+def kept() -> dict[Any, Any]:
+    return {"global": {"n": 3, "scale": torch.arange(2.0), "deep": {"list": [torch.ones(1), None]}}, "phase": "warm"}
+
+
+@each_row("ranks", [1, 2])
+def test_what_an_optimizer_keeps_beside_the_states_of_parameters(
+    ranks: int, use_orig_params: bool, tmp_path: Path
+) -> None:
+    """It comes back, as through torch's own `state_dict()`; rank 0's is saved."""
+
+    def rank(world: Collectives) -> dict[Any, Any]:
+        model = build(world, int, use_orig_params=use_orig_params)
+        optimizer = Schedule(model.parameters(), kept())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        Checkpointer(tmp_path, model, optimizer, ranks=world).save(1)
+        again = Schedule(model.parameters(), {})
+        Checkpointer(tmp_path, model, again, ranks=world).load()
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, torch.Tensor):
+                assert torch.equal(again.state[parameter]["momentum_buffer"], state["momentum_buffer"])
+        return {key: value for key, value in again.state.items() if isinstance(key, str)}
+
+    for found in run_threads(ranks, rank):
+        assert str(found) == str(kept())
+
+
+@each_row(("key", "says"), [(3, "an entry 3"), ("weight", "an entry 'weight'")])
+def test_a_name_that_an_optimizer_may_not_have(key: Any, says: str, tmp_path: Path) -> None:
+    """A number would be taken for a parameter, and so would the name of one."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=f"{says}, expected parameters, or names that no parameter has"):
+        Checkpointer(tmp_path, model, Schedule(model.parameters(), {key: {"n": 1}}), ranks=ALONE).save(1)
+
+
+class Counted(nn.Linear):
+    """A layer that adds to its state dict by torch's method, which no Checkpointer calls to save it."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "count"] = torch.tensor(5)
+
+
+def test_what_a_module_adds_to_a_state_dict_by_itself_is_warned_of(tmp_path: Path) -> None:
+    """It is in no checkpoint, and the warning names the module, the entry, and the place for it."""
+    model = nn.Sequential(Counted(2, 2), Scaled(1))
+    with pytest.warns(UserWarning, match=r"module '0' \(Counted\) adds 'count' .*get_extra_state") as caught:
+        Checkpointer(tmp_path, model, ranks=ALONE).save(1)
+    assert [each.filename for each in caught] == [__file__]

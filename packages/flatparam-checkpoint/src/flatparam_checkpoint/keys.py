@@ -10,7 +10,7 @@ from torch import nn
 
 from flatparam_files import CheckpointError
 from flatparam_files.checkpoint.manifest import EXTRA_STATE
-from flatparam_runtime import clean_fqn
+from flatparam_runtime import clean_fqn, warn_caller
 
 if TYPE_CHECKING:
     from flatparam_state import ShardedEMA
@@ -65,3 +65,24 @@ def extra_state_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             name = clean_fqn(path)
             yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
+
+
+_KNOWN: Final = frozenset({"torch", "torchao", "bitsandbytes", "peft"})
+"""The packages whose modules add to a state dict what is made anew, such as the scales of quantised weights."""
+
+
+def warn_of_own_entries(model: nn.Module) -> None:
+    """Warn of modules that add something of their own to a state dict, which is in no checkpoint."""
+    for path, module in model.named_modules():
+        save = type(module)._save_to_state_dict
+        if save is nn.Module._save_to_state_dict or save.__module__.partition(".")[0] in _KNOWN:
+            continue
+        entries: dict[str, object] = {}
+        module._save_to_state_dict(entries, "", True)
+        own = [name for name in entries if name not in {*module._parameters, *module._buffers, EXTRA_STATE}]
+        if own:
+            warn_caller(
+                f"module {clean_fqn(path) or '(root)'!r} ({type(module).__name__}) adds {', '.join(map(repr, own))} to "
+                "its state_dict() by itself, which no Checkpointer saves: return it in get_extra_state(), and take it "
+                "in set_extra_state()"
+            )

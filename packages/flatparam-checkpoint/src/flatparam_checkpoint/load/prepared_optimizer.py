@@ -36,7 +36,8 @@ class PreparedOptimizer:
         """
         self.optimizer.load_state_dict(self.state_dict)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for index, values in self.state_dict["state"].items():
+        of_parameters = ((key, values) for key, values in self.state_dict["state"].items() if isinstance(key, int))
+        for index, values in of_parameters:
             installed = self.optimizer.state[parameters[index]]
             for name, value in values.items():
                 now = installed.get(name)
@@ -106,18 +107,23 @@ def _saved_state(reader: CheckpointReader, model: nn.Module, at: tuple[str, ...]
             path,
             PerRank(tuple((_in_part(each.span, of), SavedValue(reader, each.value)) for each in of_ranks)).to_entry(),
         )
+    groups = reader.decode(tree["param_groups"])
+    of_parameters = {fqn for group in groups for fqn in group["params"]}
+    others: dict[str, Any] = {}
     for fqn, plain in tree.get("state", {}).items():
+        if fqn not in of_parameters:
+            others[fqn] = reader.decode(plain)
+            continue
         for name, value in plain.items():
             note(join_path((*prefix, fqn, name)), reader.decode(value))
     # In the order in which the optimizers of torch make them: files have what is cut like the parameter first.
     state = {
         fqn: dict(sorted(values.items(), key=lambda entry: entry[0] not in COUNTERS)) for fqn, values in state.items()
     }
-    groups = reader.decode(tree["param_groups"])
     for group in groups:
         for key in {"params", "param_names"} & group.keys():
             group[key] = [name_now(fqn) for fqn in group[key]]
-    return {"state": state, "param_groups": groups}
+    return {"state": {**state, **others}, "param_groups": groups}
 
 
 def _in_part(span: Span, of: ModelTensor | None) -> Span:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of
+from flatparam_checkpoint.keys import UPDATES, extra_state_modules, tensors_of, warn_of_own_entries
 from flatparam_checkpoint.save.contribution import Contribution, OwnedPiece
 from flatparam_files import CheckpointError, TensorInfo, join_path
 from flatparam_files.checkpoint.manifest import OF_RANKS, RankValue, TensorRecord
@@ -53,6 +53,7 @@ def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
     _add_tensors(model, ("model",), rank, contribution)
     if rank == 0:
+        warn_of_own_entries(model)
         for name, module in extra_state_modules(model):
             contribution.add_values(("model", name), module.get_extra_state())
 
@@ -103,7 +104,22 @@ def add_optimizer(
     if rank == 0:
         groups = [with_names(group, found) for group, found in holding.groups]
         contribution.add_values((*at, "param_groups"), groups)
+        # What it keeps under a name that is no parameter's, as torch allows; of a tensor that it dropped, nothing.
+        for key, value in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                _add_other(key, value, (*at, "state"), tensors, contribution)
     return Inventory.of(list(places_in(model)), holding.by_group, states)
+
+
+def _add_other(
+    key: Any, value: Any, at: tuple[str, ...], tensors: Mapping[str, ModelTensor], contribution: Contribution
+) -> None:
+    if not isinstance(key, str) or key in tensors:
+        raise CheckpointError(
+            f"the optimizer's state has an entry {key!r}, expected parameters, or names that no parameter has",
+            hint="keep it under a name of its own",
+        )
+    contribution.add_values((*at, key), value)
 
 
 @final
