@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import sums
 import torch
+from each_row import each_row
+from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, clip_grad_norm_, fully_shard
@@ -108,6 +110,24 @@ def test_an_unknown_reduction() -> None:
 
     with pytest.raises(RankError, match="found 'fast'"):
         run_threads(2, rank)
+
+
+@each_row("settings", [{}, {"reduction": "exact"}, {"wire": "bf16"}])
+def test_accumulating_as_fsdp2_does(settings: dict[str, Any]) -> None:
+    """`set_requires_gradient_sync(False)` collects, whatever adds the gradients, and the next pass reduces all."""
+
+    def rank(ranks: Collectives) -> torch.Tensor:
+        model: Any = nn.Linear(4, 4)
+        fully_shard(model, mesh=ranks, **settings)
+        for syncs in (False, True):
+            model.set_requires_gradient_sync(syncs)
+            model(torch.full((2, 4), ranks.rank + 1.0)).sum().backward()
+        found: torch.Tensor = model.weight.grad
+        return found
+
+    for found in run_threads(2, rank):
+        # Two passes, of two rows each, and the mean of two ranks' inputs.
+        assert torch.equal(found, torch.full_like(found, 2 * 2 * 1.5))
 
 
 def without_a_buffer(ranks: Collectives, least: int) -> tuple[list[bytes], bool]:

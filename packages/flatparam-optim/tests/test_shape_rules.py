@@ -140,11 +140,11 @@ class ClipsEach(torch.optim.AdamW):
         super().step(closure)
 
 
-class Cautious(Quiet):
-    """Elementwise, unless its setting is on, as Lion of timm."""
+class Set(Quiet):
+    """Elementwise, unless its setting is on, as Lion of timm and of pytorch-optimizer."""
 
-    def __init__(self, parameters: Any, caution: bool) -> None:
-        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, "caution": caution})
+    def __init__(self, parameters: Any, setting: str, value: float) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.1, setting: value})
 
 
 def is_told_of(make: Callable[..., Any]) -> bool:
@@ -162,11 +162,29 @@ def test_a_step_of_ones_own_is_known_by_no_ending_of_a_name(name: str) -> None:
     assert is_told_of(type(name, (ClipsEach,), {}))
 
 
-@each_row("caution", [False, True])
-def test_a_setting_may_have_one_look_at_more(caution: bool) -> None:
-    """Lion treats each element alone, and with caution it looks at whole parameters."""
-    kind = type("Lion", (Cautious,), {})
-    assert is_told_of(lambda parameters: kind(parameters, caution)) is caution
+class Collects(torch.optim.SGD):
+    """It does something to each gradient where torch collects them."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.numel():
+                parameter.grad.div_(parameter.grad.norm() + 0.1)
+        return super()._init_group(group, *lists)
+
+
+def test_a_class_that_collects_otherwise_is_told_of() -> None:
+    """What torch calls in a step counts as the step does."""
+    assert is_told_of(Collects)
+    assert not is_told_of(type("Same", (torch.optim.SGD,), {}))
+
+
+@each_row("setting", ["caution", "use_gc", "adanorm", "max_grad_norm"])
+def test_a_setting_may_have_one_look_at_more(setting: str) -> None:
+    """Lion treats each element alone, and with some settings it looks at whole parameters, as those of libraries do."""
+    kind = type("Lion", (Set,), {})
+    assert is_told_of(lambda parameters: kind(parameters, setting, 1.0))
+    assert not is_told_of(lambda parameters: kind(parameters, setting, 0.0))
+    assert not is_told_of(lambda parameters: kind(parameters, "other", 1.0))
 
 
 @each_row("ranks", [1, 2])

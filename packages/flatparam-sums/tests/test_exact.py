@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import pytest
 import torch
@@ -243,3 +244,35 @@ def test_a_narrow_wire() -> None:
             # Each contribution is off by at most half a unit of its eighth bit.
             bound = sum((each[2][place].abs() for each in results[1:]), results[0][2][place].abs()) / total
             assert bool(((results[0][1][place].double() - exact).abs() <= bound * 2**-8).all())
+
+
+class Scaled(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sum()
+
+
+@each_row("exponents", [[60, 0, -60], [60, 0, -60, -120], [0, -54, -108, -120, 60, 110]])
+def test_sums_of_weighted_gradients_of_any_range(exponents: list[int]) -> None:
+    """A rank's sum may take more tensors than three; it is the exact one, divided by the weights and rounded once."""
+
+    def rank(world: Collectives) -> Tensor:
+        model = Scaled()
+        shard_module(model, UnitPlan(Topology(world), sums=ExactSums()))
+        for exponent in exponents:
+            with accumulate(model, weight=3.0 + world.rank):
+                model(torch.full((4,), 1.5 * 2.0**exponent)).backward()
+        reduce_gradients(model)
+        with summon_full_params(model, with_grads=True):
+            assert model.scale.grad is not None
+            return model.scale.grad.clone()
+
+    exact = sum(Fraction(3 + rank) * Fraction(1.5 * 2.0**each) for rank in range(2) for each in exponents)
+    wanted = float(exact / (7 * len(exponents)))
+    for found in run_threads(2, rank):
+        assert torch.equal(found, torch.full((4,), wanted))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from flatparam_comm import FlatParamError, FlatParameter, owner_of, warn_caller
+from flatparam_runtime.optimizers.torch_optimizers import INIT_GROUP
 
 MAY_SEE_SHARDS: Final = "_flatparam_may_see_shards"
 """Our mark on an optimizer that may step shards, whatever its kind."""
@@ -27,7 +28,10 @@ _TREATS_EACH_ALONE: Final = frozenset(
     )
 )
 """The names of classes that treat each element alone. A longer name may say what else a class looks at."""
-_LOOKS_AT_MORE: Final = ("caution", "cautious", "max_grad_norm")
+_LOOKS_AT_MORE: Final = (
+    *("adanorm", "adaptive_clip", "caution", "cautious", "clip_grad", "gradient_centralization", "max_grad_norm"),
+    *("max_unorm", "norm_grad", "normalize", "stable", "trust_ratio", "use_adanorm", "use_gc", "use_layer_norm"),
+)
 """The settings with which such a class looks at whole parameters, if they are on."""
 _PREFIXES: Final = ("anyprecision", "cpu", "decoupled", "deepspeed", "distributed", "fused", "hybrid", "npu", "paged")
 """Beginnings of names that say how a class computes, and not what."""
@@ -59,8 +63,8 @@ _NAMES: Final = {
 def kind_of_optimizer(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> OptimizerKind | None:
     """The kind of a class of optimizers, by its name and those of its bases; `None` if flatparam does not know it.
 
-    A class treats each element alone if it has such a name, or a base, and the `step` of each such base. An optimizer
-    counts as its class, unless one of its settings has it look at more.
+    A class treats each element alone if it has such a name, or a base, and the `step` of each such base, and what
+    collects its tensors. An optimizer counts as its class, unless one of its settings has it look at more.
     """
     made_by: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
     kind, groups = _kind_of_class(made_by), () if isinstance(optimizer, type) else optimizer.param_groups
@@ -76,8 +80,16 @@ def _kind_of_class(optimizer: Any) -> OptimizerKind | None:
             return kind
     alone = [base for base in bases if _plain_name(base) in _TREATS_EACH_ALONE]
     # Torch wraps the step in each class anew.
-    has_their_step = all(inspect.unwrap(base.step) is inspect.unwrap(optimizer.step) for base in alone)
-    return OptimizerKind.ELEMENTS if alone and has_their_step else None
+    has_theirs = all(
+        inspect.unwrap(getattr(base, name, _nothing)) is inspect.unwrap(getattr(optimizer, name, _nothing))
+        for base in alone
+        for name in ("step", INIT_GROUP)
+    )
+    return OptimizerKind.ELEMENTS if alone and has_theirs else None
+
+
+def _nothing() -> None:
+    """Stand for a method that a class does not have."""
 
 
 def allow_shards(optimizer: torch.optim.Optimizer) -> None:

@@ -95,8 +95,8 @@ class ExactSums:
         Raises:
             FlatParamError: if the sum over copies would come later, or a hook would replace a collective.
         """
-        hooks = reducer.hooks
-        if not reducer.sums_copies or hooks.reduce is not None or hooks.all_reduce is not None:
+        hooks, sums_later = reducer.hooks, reducer.synchronises and not reducer.sums_copies
+        if sums_later or hooks.reduce is not None or hooks.all_reduce is not None:
             raise FlatParamError(
                 f"rank {reducer.topology.rank}: expected reduction='exact' or a wire without a hook in "
                 "the place of a reduction, and without set_requires_all_reduce(False); leave these out, or take the "

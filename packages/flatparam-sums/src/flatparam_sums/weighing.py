@@ -18,8 +18,6 @@ _WIDE: Final = frozenset({torch.bfloat16, torch.float32, torch.float64})
 
 MOST: Final = 2.0**29
 """The weight that a micro-batch stays below if sums are exact: so is its product with a float32, of 24 bits, then."""
-_WIDTHS: Final = 0x7FF << 2
-"""The first bits of float64s that are not finite."""
 
 
 @final
@@ -88,15 +86,15 @@ def told(weight: float, width: int) -> int:
         width: see `ExactSums.widen`.
     """
     if width:
-        # No float64 has these bits but those that are not a number, and negative ones have the sign.
-        return (_WIDTHS + width << 50) + int(weight)
-    return int(struct.unpack("<q", struct.pack("<d", weight))[0])
+        # No weight has the sign, and the messages of `following` are not so small.
+        return ~((width << 50) + int(weight))
+    return int(struct.unpack("<q", struct.pack("<d", weight + 0.0))[0])
 
 
 def understood(value: int) -> tuple[float, int]:
     """Return the weight and the width of what `told` has made."""
-    if value >> 50 > _WIDTHS:
-        return float(value & 2**50 - 1), (value >> 50) - _WIDTHS
+    if value < 0:
+        return float(~value & 2**50 - 1), ~value >> 50
     return float(struct.unpack("<d", struct.pack("<q", value))[0]), 0
 
 
