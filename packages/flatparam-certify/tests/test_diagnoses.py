@@ -226,3 +226,14 @@ def test_marks_of_a_table() -> None:
     assert "b          1      1.0e+00  WRONG rank 1: zero [a]" in table.splitlines()
     assert "[a] 2 of 2 runs, first: dp_shard=2; 0; step 0" in table
     assert "wrong: gradients of 2 of 2 parameters, 2 of 2 runs" in table
+
+
+def test_what_was_not_reached_is_not_called_right() -> None:
+    """If each run has ended with an error, nothing is said of losses, norms and weights; one that ended is enough."""
+    failed = CertifiedRun("dp_shard=2", "fp32", findings=(Finding("run", "raised", "raised: no"),))
+    ended = CertifiedRun("dp_shard=2", "bf16", agreements={"a": ("equal", 0.0)})
+    table = Certificate("mine", "case", 0, {"a": (2,)}, (failed,)).table()
+    assert "dp_shard=2: 1 of 1 settings run, 1 ended early" in table
+    for about in ("loss", "clip norm", "clipped gradient", "weights"):
+        assert f"{about}: not seen" in table
+        assert f"{about}: right" in Certificate("mine", "case", 0, {"a": (2,)}, (failed, ended)).table()

@@ -274,3 +274,19 @@ def test_a_file_on_a_mount_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its contents may be sound"):
         SmallRun(root).train(5)
     assert not list(root.glob("*.damaged-*"))
+
+
+def test_a_directory_that_was_moved_away_is_locked_anew(tmp_path: Path) -> None:
+    """The next save makes and locks it again, and counts from nothing; another writer is refused as before."""
+    first = SmallRun(tmp_path / "run", keep=2)
+    first.train(10)
+    (tmp_path / "run").rename(tmp_path / "before")
+    first.train(15)
+    other = SmallRun(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="another writer has it"):
+        other.train(5)
+    first.train(20)
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000015", "step-00000020"]
+    assert sorted(path.name for path in (tmp_path / "before").glob("step-*")) == ["step-00000005", "step-00000010"]
+    first.checkpointer.close()
+    assert other.resume() == 20

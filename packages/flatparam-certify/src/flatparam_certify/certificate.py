@@ -73,6 +73,11 @@ class CertifiedRun:
     agreements: dict[str, tuple[str, float]] = attrs.field(factory=dict)
     findings: tuple[Finding, ...] = ()
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it was run, to its end."""
+        return not self.skipped and not any(finding.about == "run" for finding in self.findings)
+
 
 @final
 @attrs.frozen
@@ -111,7 +116,8 @@ class Certificate:
         lines = [f"engine {self.engine}, case {self.case}, seed {self.seed}"]
         for mesh, runs in _by_mesh(self.runs).items():
             ran = [run for run in runs if not run.skipped]
-            lines.append(f"  {mesh}: {len(ran)} of {len(runs)} settings run")
+            early = sum(not run.is_whole for run in ran)
+            lines.append(f"  {mesh}: {len(ran)} of {len(runs)} settings run" + (f", {early} ended early" * bool(early)))
             for why, count in collections.Counter(run.skipped for run in runs if run.skipped).items():
                 lines.append(f"    not run {why} ({count})")
         lines += [f"  note: {note}" for note in self.notes]
@@ -149,8 +155,11 @@ class Certificate:
     def _about(self, about: str, where: _Where) -> list[str]:
         mine = [each for each in self.findings if each.about == about]
         if not mine:
-            of = " for these gradients" if about != "loss" and any(f.about == "gradient" for f in self.findings) else ""
-            return [] if about in ("run", "no_sync") else [f"{about}: right{of}"]
+            is_after = about != "loss" and any(f.about == "gradient" for f in self.findings)
+            of = "right for these gradients" if is_after else "right"
+            if not any(run.is_whole for run in self.runs):
+                of = "not seen"
+            return [] if about in ("run", "no_sync") else [f"{about}: {of}"]
         lines = []
         for text, same in _by_text(mine).items():
             # Of many parameters with one diagnosis, the first is enough.

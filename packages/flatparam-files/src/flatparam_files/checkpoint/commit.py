@@ -51,8 +51,7 @@ class Committer:
         """
         directory = self.directory
         directory.make()
-        if not self.lock.is_held:
-            self.lock.acquire()
+        if self.lock.acquire():
             self._recover()
         self.on_moment(Moment.LOCKED)
         directory.clean()
@@ -95,8 +94,7 @@ class Committer:
         except CheckpointError:
             # Nothing there is sound, but the new checkpoint will be.
             chosen = None
-        if self.keep is not None:
-            self._numbers = self.directory.numbers()
+        self._numbers, self._latest = {} if self.keep is None else self.directory.numbers(), None
         if chosen is not None:
             self._numbers[chosen.manifest.step] = chosen.manifest.number
             self._latest = chosen.manifest.step, chosen.manifest.save_id

@@ -72,8 +72,8 @@ class DirectoryLock:
         finally:
             os.close(descriptor)
 
-    def acquire(self) -> None:
-        """Lock the directory; this does nothing if the object holds the lock already.
+    def acquire(self) -> bool:
+        """Lock the directory; return false, and do nothing, if the object holds the lock already.
 
         If the file was deleted, or the directory was replaced, since then, the lock is taken anew.
 
@@ -84,7 +84,7 @@ class DirectoryLock:
         if self.is_held:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(path), os.fstat(self._descriptor)):
-                    return
+                    return False
             self.forget()
         # Its content is replaced, so it must not be a different file of the user's.
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follows_links=False)
@@ -98,6 +98,7 @@ class DirectoryLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        return True
 
     def _take(self, descriptor: int, path: Path) -> None:
         owner = _owner(descriptor)
