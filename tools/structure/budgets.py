@@ -36,7 +36,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-guard": Budget(3_127, 8_000),
     "flatparam-meshes": Budget(1_055, 8_000),
     "flatparam-onehost": Budget(1_275, 8_000),
-    "flatparam-optim": Budget(3_561, 8_000),
+    "flatparam-optim": Budget(3_562, 8_000),
     "flatparam-plan": Budget(7_849, 8_000),
     "flatparam-publish": Budget(2_464, 8_000),
     "flatparam-sums": Budget(1_716, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(69_983, 52_000),
+    "lines": Budget(69_984, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

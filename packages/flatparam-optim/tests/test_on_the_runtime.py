@@ -83,3 +83,31 @@ def test_a_step_that_is_a_number(kind: str) -> None:
                     state["step"] = count(int(state["step"]))
         stepped.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *stepped))
+
+
+def by_row(matrix: Tensor, gradient: Tensor, state: dict[str, Any], **settings: Any) -> Tensor:
+    """The update of a step that has one number for each row."""
+    return gradient.mean(1, keepdim=True).expand_as(gradient)
+
+
+def test_an_update_whose_elements_share_memory(use_orig_params: bool) -> None:
+    """It is added as one that has travelled is, to the bit."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return MatrixOptimizer(parameters, by_row, lr=0.05, needs_matrix=False)
+
+    def long() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(5, 400)
+
+    def rank(ranks: Collectives) -> Tensor:
+        model = long()
+        shard_module(model, UnitPlan(Topology(ranks), use_orig_params=use_orig_params))
+        train(model, make)
+        with summon_full_params(model):
+            return model.weight.detach().clone()  # type: ignore[union-attr, operator]
+
+    plain = long()
+    train(plain, make)
+    for found in run_threads(2, rank):
+        assert torch.equal(found, plain.weight)  # type: ignore[arg-type]

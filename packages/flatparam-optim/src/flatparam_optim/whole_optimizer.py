@@ -74,7 +74,8 @@ def add_scaled(part: Tensor, update: Tensor, scale: Tensor | float) -> None:
         part.copy_(torch.addcmul(part.to(wide), update.to(wide), scale.to(wide)))
         return
     if part.dtype != update.dtype or part.dtype not in HALF or part.device.type != "cpu":
-        part.add_(update, alpha=scale)
+        # One whose elements share memory would be added by other instructions than one that has travelled.
+        part.add_(update.contiguous(), alpha=scale)
         return
     rounded = torch.tensor(scale, dtype=part.dtype).item()
     part.copy_(torch.add(part.to(torch.float32), update.to(torch.float32), alpha=rounded))

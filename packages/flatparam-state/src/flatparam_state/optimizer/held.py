@@ -153,8 +153,8 @@ class Holding:
                 if id(parameter) not in held:
                     raise FlatParamError(
                         f"parameter {number} of the optimizer (shape {tuple(parameter.shape)}) is none of the model's; "
-                        "create the optimizer from model.parameters() after sharding, or shard with "
-                        "use_orig_params=True"
+                        "create the optimizer from model.parameters() after sharding, and anew if a module was taken "
+                        "out of the model, or shard with use_orig_params=True"
                     )
                 number += 1
             groups.append((group, tuple(held[id(parameter)] for parameter in group["params"])))
