@@ -16,7 +16,7 @@ from torch import nn
 from flatparam_checkpoint import Checkpointer
 from flatparam_comm import Collectives, Topology
 from flatparam_comm.testing import run_threads
-from flatparam_files import CheckpointError, open_source, write_checkpoint, write_torch_file
+from flatparam_files import CheckpointError, open_source, verify_checkpoint, write_checkpoint, write_torch_file
 from flatparam_runtime import UnitPlan, shard_module
 
 from .small import ALONE
@@ -212,3 +212,23 @@ def test_what_a_module_adds_to_a_state_dict_by_itself_is_warned_of(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"module '0' \(Counted\) adds 'count' .*get_extra_state") as caught:
         Checkpointer(tmp_path, model, ranks=ALONE).save(1)
     assert [each.filename for each in caught] == [__file__]
+
+
+class Whole(nn.Linear):
+    """A layer whose state is made of the full weight."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "mean"] = self.weight.view(4, 4).mean()
+
+
+def test_a_module_that_cannot_say_what_it_adds(use_orig_params: bool, tmp_path: Path) -> None:
+    """It fails on a part of its weight, and does not make a save fail."""
+
+    def rank(world: Collectives) -> None:
+        model = nn.Sequential(Whole(4, 4))
+        shard_module(model, UnitPlan(Topology(world), use_orig_params=use_orig_params))
+        Checkpointer(tmp_path, model, ranks=world).save(1)
+
+    run_threads(2, rank)
+    assert verify_checkpoint(tmp_path).is_sound

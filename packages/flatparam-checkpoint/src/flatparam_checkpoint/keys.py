@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -71,16 +72,22 @@ _KNOWN: Final = frozenset({"torch", "torchao", "bitsandbytes", "peft"})
 """The packages whose modules add to a state dict what is made anew, such as the scales of quantised weights."""
 
 
-def warn_of_own_entries(model: nn.Module) -> None:
-    """Warn of modules that add something of their own to a state dict, which is in no checkpoint."""
+def warn_of_own_entries(model: nn.Module, *, tells: bool) -> None:
+    """Warn of modules that add something of their own to a state dict, which is in no checkpoint.
+
+    Args:
+        tells: whether this rank warns; the code of the modules, which may communicate, runs on every rank.
+    """
     for path, module in model.named_modules():
         save = type(module)._save_to_state_dict
         if save is nn.Module._save_to_state_dict or save.__module__.partition(".")[0] in _KNOWN:
             continue
         entries: dict[str, object] = {}
-        module._save_to_state_dict(entries, "", True)
+        # It may expect full parameters; then nothing is known of it.
+        with contextlib.suppress(Exception):
+            module._save_to_state_dict(entries, "", True)
         own = [name for name in entries if name not in {*module._parameters, *module._buffers, EXTRA_STATE}]
-        if own:
+        if own and tells:
             warn_caller(
                 f"module {clean_fqn(path) or '(root)'!r} ({type(module).__name__}) adds {', '.join(map(repr, own))} to "
                 "its state_dict() by itself, which no Checkpointer saves: return it in get_extra_state(), and take it "

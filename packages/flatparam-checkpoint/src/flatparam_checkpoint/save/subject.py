@@ -52,8 +52,8 @@ def _pieces(path: str, tensor: ModelTensor, dtype: torch.dtype, elements: Tensor
 def add_model(model: nn.Module, rank: int, contribution: Contribution) -> None:
     """Add what `rank` saves of `model`: its part of what is sharded; rank 0 also what is whole, and extra states."""
     _add_tensors(model, ("model",), rank, contribution)
+    warn_of_own_entries(model, tells=rank == 0)
     if rank == 0:
-        warn_of_own_entries(model)
         for name, module in extra_state_modules(model):
             contribution.add_values(("model", name), module.get_extra_state())
 
