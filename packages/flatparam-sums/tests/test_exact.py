@@ -12,7 +12,7 @@ import torch
 from each_row import each_row
 from torch import Tensor, nn
 
-from flatparam_comm import ByteLedger, Collectives, RankError, RecordingCollectives
+from flatparam_comm import ByteLedger, Collectives, RankError, RecordingCollectives, SingleCollectives
 from flatparam_comm.testing import rectangle, run_threads
 from flatparam_runtime import (
     FlatParamError,
@@ -276,3 +276,20 @@ def test_sums_of_weighted_gradients_of_any_range(exponents: list[int]) -> None:
     wanted = float(exact / (7 * len(exponents)))
     for found in run_threads(2, rank):
         assert torch.equal(found, torch.full((4,), wanted))
+
+
+@each_row("weight", [1.0, 3.0, 2.0**28 - 1, 2.0**29 - 1])
+def test_an_exact_tie_is_rounded_to_even_whatever_the_weights(weight: float) -> None:
+    """The mean of two gradients of one weight lies in the middle of two float32s, and the sum has more than 53 bits."""
+    one, other = float.fromhex("-0x1.672e42p+0"), float.fromhex("0x1.ap-21")
+    model = Scaled()
+    shard_module(model, UnitPlan(Topology(SingleCollectives()), sums=ExactSums()))
+    for value in (one, other):
+        with accumulate(model, weight=weight):
+            model(torch.full((4,), value)).backward()
+    reduce_gradients(model)
+    wanted = torch.tensor((one + other) / 2, dtype=torch.float64).float()
+    assert wanted.item() == float.fromhex("-0x1.672e34p-1")
+    (found,) = (parameter.grad for parameter in model.parameters())
+    assert found is not None
+    assert torch.equal(found, wanted.expand(4))

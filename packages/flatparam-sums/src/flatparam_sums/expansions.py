@@ -143,7 +143,12 @@ def rounded(total: Expansion, divisor: float, dtype: torch.dtype) -> Tensor:
         sign = torch.zeros_like(whole) if rest is None else rest.sign()
         if math.frexp(divisor)[0] != 0.5:
             remainder = _remainder(whole, quotient, divisor)
-            sign = (remainder if rest is None else remainder + rest).sign()
+            if rest is not None:
+                # With the rest, the float64 beside may be nearer.
+                nearest = quotient + (remainder + rest) / divisor
+                remainder = (remainder - (nearest - quotient) * divisor) + rest
+                quotient = nearest
+            sign = remainder.sign()
         if rest is not None or math.frexp(divisor)[0] != 0.5:
             quotient = _to_odd(quotient, sign)
         if dtype not in (torch.float32, torch.float64):
