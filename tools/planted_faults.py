@@ -88,7 +88,7 @@ FAULTS: Final[dict[str, tuple[Fault, ...]]] = {
             "elif current is not None and key in current",
             "elif current is None and key in current",
         ),
-        ("optimizer/optimizer_load.py", "{} if item.is_elsewhere else", "{} if False else"),
+        ("optimizer/optimizer_load.py", "for name in names if item.has_own(name)}", "for name in names}"),
         ("averages.py", "        self._updates += 1\n", ""),
         (
             "averages.py",
