@@ -154,7 +154,7 @@ class Following:
         """Follow the other ranks' micro-batches; return what each rank has told once none has another one.
 
         Args:
-            value: what this rank has done, at least 0, or `HAS_ENDED`.
+            value: what this rank has done, see `told`, or `HAS_ENDED`.
         """
         while True:
             self.tree.settle_leftovers()
