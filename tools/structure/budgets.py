@@ -26,7 +26,7 @@ class Budget:
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_465, 4_500),
     "flatparam-comm": Budget(5_479, 5_500),
-    "flatparam-runtime": Budget(6_548, 5_500),
+    "flatparam-runtime": Budget(6_549, 5_500),
     "flatparam-state": Budget(4_869, 4_700),
     "flatparam": Budget(6_792, 6_000),
     "flatparam-clients": Budget(3_635, 8_000),
@@ -39,7 +39,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-optim": Budget(3_562, 8_000),
     "flatparam-plan": Budget(7_849, 8_000),
     "flatparam-publish": Budget(2_464, 8_000),
-    "flatparam-sums": Budget(1_721, 8_000),
+    "flatparam-sums": Budget(1_715, 8_000),
     "flatparam-simdev": Budget(1_955, 8_000),
 }
 
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(69_996, 52_000),
+    "lines": Budget(69_991, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

@@ -74,6 +74,23 @@ def test_sums_are_those_of_fractions(dtype: torch.dtype) -> None:
     assert grown > 1
 
 
+@pytest.mark.parametrize("dtype", BITS)
+def test_quotients_beside_the_middle_of_two_numbers(dtype: torch.dtype) -> None:
+    """A sum of two or three float64s, whatever its divisor, is rounded to the side on which it lies; a tie to even."""
+    chance, bits = random.Random(0), BITS[dtype][0]
+    for _ in range(600):
+        divisor = chance.choice([3.0, 1000.0, float(chance.randint(3, 2**31) | 1), 0.1, 2.0**36 + 1])
+        middle = Fraction(2 * (chance.getrandbits(bits - 1) | 1 << bits - 1) + 1, 2 ** (bits + 1)) * Fraction(divisor)
+        parts = [float(middle)]
+        parts.append(float(middle - Fraction(parts[0])))
+        if chance.random() < 0.3:
+            parts[1] = math.nextafter(parts[1], chance.choice([-math.inf, math.inf]))
+        parts.append(chance.choice([0.0, 1.0, -1.0]) * 2.0 ** -chance.randint(140, 149))
+        total = [torch.tensor([part], dtype=torch.float64) for part in parts]
+        wanted = nearest(sum(map(Fraction, parts)) / Fraction(divisor), dtype)
+        assert rounded(total, divisor, dtype).item() == wanted, (parts, divisor)
+
+
 def test_sums_are_those_of_fsum() -> None:
     """In float64, without a divisor, they are `math.fsum`'s."""
     for seed in range(40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -138,13 +139,14 @@ def test_a_copy_of_what_was_changed(door: str) -> None:
     """A copy has what was taken out, too, and computes as the model does."""
 
     def rank(ranks: Collectives) -> None:
-        module = build(3)
+        module = build(3).append(nn.BatchNorm1d(3))
         model = sharded(module, ranks, door)
         train(model, torch.optim.SGD(model.parameters(), 0.1), ranks.rank)
-        module[2] = nn.Identity()
+        module[2], module[3] = nn.Identity(), nn.Identity()
         with torch.no_grad():
             before = loss(model, ranks.rank)
-            assert torch.equal(loss(copy.deepcopy(model), ranks.rank), before)
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert torch.equal(loss(copied, ranks.rank), before)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

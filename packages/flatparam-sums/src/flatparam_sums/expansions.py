@@ -135,22 +135,19 @@ def rounded(total: Expansion, divisor: float, dtype: torch.dtype) -> Tensor:
         divisor: above 0.
         dtype: float64 is rounded once if `divisor` is a power of two, and else by one more rounding.
     """
-    whole, rest = total[0], None
-    if len(total) > 1:
-        whole, rest = _distilled(total)
+    whole, *tails = _distilled(total) if len(total) > 1 else total
     quotient = whole if divisor == 1.0 else whole / divisor
     if dtype != torch.float64:
-        sign = torch.zeros_like(whole) if rest is None else rest.sign()
-        if math.frexp(divisor)[0] != 0.5:
-            remainder = _remainder(whole, quotient, divisor)
-            if rest is not None:
-                # With the rest, the float64 beside may be nearer.
-                nearest = quotient + (remainder + rest) / divisor
-                remainder = (remainder - (nearest - quotient) * divisor) + rest
-                quotient = nearest
-            sign = remainder.sign()
-        if rest is not None or math.frexp(divisor)[0] != 0.5:
-            quotient = _to_odd(quotient, sign)
+        is_exact = math.frexp(divisor)[0] == 0.5
+        rest = torch.zeros_like(whole) if is_exact else _remainder(whole, quotient, divisor)
+        if tails and not is_exact:
+            # With what the first float64 leaves, the one beside the quotient may be nearer.
+            nearest = quotient + (rest + tails[0]) / divisor
+            rest, quotient = rest - (nearest - quotient) * divisor, nearest
+        for tail in tails:
+            rest = rest + tail
+        if tails or not is_exact:
+            quotient = _to_odd(quotient, rest.sign())
         if dtype not in (torch.float32, torch.float64):
             # torch converts to the narrow dtypes by float32: it must not round to nearest twice.
             narrow = quotient.float()
@@ -158,18 +155,15 @@ def rounded(total: Expansion, divisor: float, dtype: torch.dtype) -> Tensor:
     return quotient.to(dtype) + 0.0
 
 
-def _distilled(total: Expansion) -> tuple[Tensor, Tensor]:
-    """Return the sum as its float64 and what that leaves, of which only the sign counts."""
+def _distilled(total: Expansion) -> Expansion:
+    """Return the sum as its float64, what that leaves as its own, and so on."""
     while True:
         before = [tensor.clone() for tensor in total]
         for last in range(len(total) - 1, 0, -1):
             total[last] = _two_sum(total[last - 1], total[last])
         if all(torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0)) for a, b in zip(before, total, strict=True)):
             break
-    rest = total[1]
-    for tensor in total[2:]:
-        rest = torch.where(rest == 0, tensor, rest)
-    return total[0], rest
+    return total
 
 
 def _remainder(whole: Tensor, quotient: Tensor, divisor: float) -> Tensor:

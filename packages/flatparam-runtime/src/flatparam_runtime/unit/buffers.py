@@ -27,9 +27,10 @@ class _Site:
     def __getstate__(self) -> tuple[object, ...]:
         return self.module(), self.name, self.fqn
 
-    def __setstate__(self, state: tuple[nn.Module, str, str]) -> None:
+    def __setstate__(self, state: tuple[nn.Module | None, str, str]) -> None:
         module, name, fqn = state
-        type(self).__init__(self, weakref.ref(module), name, fqn)
+        # That of a module which was taken out of the model refers to nothing.
+        type(self).__init__(self, weakref.ref(nn.Module() if module is None else module), name, fqn)
 
 
 @final
