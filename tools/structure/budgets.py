@@ -31,7 +31,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam": Budget(6_792, 6_000),
     "flatparam-clients": Budget(3_635, 8_000),
     "flatparam-files": Budget(7_998, 8_000),
-    "flatparam-certify": Budget(2_961, 8_000),
+    "flatparam-certify": Budget(2_962, 8_000),
     "flatparam-checkpoint": Budget(3_241, 8_000),
     "flatparam-guard": Budget(3_127, 8_000),
     "flatparam-meshes": Budget(1_055, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(69_991, 52_000),
+    "lines": Budget(69_992, 52_000),
     "lines of imports and `__all__`, per mille": Budget(79, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

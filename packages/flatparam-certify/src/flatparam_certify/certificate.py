@@ -117,7 +117,8 @@ class Certificate:
         for mesh, runs in _by_mesh(self.runs).items():
             ran = [run for run in runs if not run.skipped]
             early = sum(not run.is_whole for run in ran)
-            lines.append(f"  {mesh}: {len(ran)} of {len(runs)} settings run" + (f", {early} ended early" * bool(early)))
+            told = f", {early} ended early" if early else ""
+            lines.append(f"  {mesh}: {len(ran)} of {len(runs)} settings run{told}")
             for why, count in collections.Counter(run.skipped for run in runs if run.skipped).items():
                 lines.append(f"    not run {why} ({count})")
         lines += [f"  note: {note}" for note in self.notes]

@@ -174,7 +174,7 @@ def test_no_gradient_at_all(norm_type: float, ranks: int, use_orig_params: bool)
 def test_zero_gradients_stay_zero(norm_type: float, ranks: int) -> None:
     """A norm of zero divides nothing by zero."""
 
-    def clip(collectives: Collectives) -> tuple[Tensor, Grads]:
+    def clip(collectives: Collectives) -> tuple[Tensor, Grads, Tensor | None]:
         module = sharded(Stack, collectives, units=BLOCKS)
         (loss(module, collectives.rank) * 0).backward()
         return clip_grad_norm_(module, 1.0, norm_type), full_gradients(module)
@@ -334,24 +334,25 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
 def test_some_parameters_are_of_units_and_others_are_not() -> None:
     """`clip_gradients_` counts those of units with all ranks' parts, any other once, and one that is given twice once."""
 
-    def clip(collectives: Collectives) -> tuple[Tensor, Grads]:
+    def clip(collectives: Collectives) -> tuple[Tensor, Grads, Tensor | None]:
         module = sharded(Stack, collectives, units=BLOCKS)
         loss(module, collectives.rank).backward()
         plain = _with_gradient(torch.full((1,), 5.0))
         given = [*module.blocks.parameters(), plain, *module.parameters()]  # type: ignore[union-attr]
-        norm = clip_gradients_(given, 1.0)
+        norm, scaled = clip_gradients_(given, 1.0), plain.grad
         plain.grad = torch.full((1,), math.nan)
         with pytest.raises(RuntimeError, match="cannot be clipped"):
             clip_gradients_(given, 1.0, error_if_nonfinite=True)
-        return norm, full_gradients(module)
+        return norm, full_gradients(module), scaled
 
     module, plain = seeded(Stack), _with_gradient(torch.full((1,), 5.0))
     gradients = mean_gradients(module, loss, 2)
     for name, parameter in module.named_parameters():
         parameter.grad = gradients[name]
     expected = nn.utils.clip_grad_norm_([*module.parameters(), plain], 1.0)
-    for norm, found in run(2, clip):
+    for norm, found, scaled in run(2, clip):
         torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(scaled, plain.grad)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
 

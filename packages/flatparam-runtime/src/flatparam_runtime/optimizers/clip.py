@@ -77,7 +77,7 @@ def clip_gradients_(
         foreach: see `clip_grad_norm_`.
 
     Returns:
-        The total norm before scaling, as `clip_grad_norm_` does; on the CPU if shards are offloaded.
+        The total norm before scaling, as `clip_grad_norm_` returns it; on the CPU if shards are offloaded.
 
     Raises:
         RuntimeError: if the total is not finite, and `error_if_nonfinite` is set; no gradient has changed then.

@@ -52,7 +52,7 @@ class Held:
         return self.part_states is not None and name not in self.part_states
 
     def has_own(self, name: str) -> bool:
-        """Return whether this rank's optimizer has a state `name` of it: one that holds a face has it of each rank."""
+        """Return whether this rank's optimizer has a state `name` of it: beside `DTensor`s, also of an empty part."""
         if not self.is_elsewhere:
             return True
         return self.place is not None and self.place.handle.faces is not None and not self.is_kept_once(name)
