@@ -346,6 +346,28 @@ def test_several_optimizers(group: Collectives, files: Files, originals: bool, f
     assert_same(found, trained(originals).optimizer)
 
 
+class Counting(dict[str, Any]):
+    """A state that counts how often all its entries are read."""
+
+    reads = 0
+
+    def items(self) -> Any:
+        self.reads += 1
+        return super().items()
+
+
+@on_ranks(2, originals=BOTH)
+def test_a_flattened_state_is_read_as_often_for_every_model(group: Collectives, files: Files, originals: bool) -> None:
+    """A large model has many parameters and many entries: looking at all entries for each parameter takes minutes."""
+    model, optimizer = at_checkpoint(originals)
+    how = options(flatten_optimizer_state_dict=True)
+    state = Counting(mine().get_optimizer_state_dict(model, optimizer, options=how))
+    again = adamw(model.parameters())
+    mine().set_optimizer_state_dict(model, again, state, options=how)
+    assert 0 < state.reads <= 2 < len(list(model.parameters()) if originals else trained(originals).optimizer)
+    assert_same(full_optimizer_state(model, again)["state"], full_optimizer_state(model, optimizer)["state"])
+
+
 def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Every second parameter, and the others."""
     parameters = list(model.parameters())

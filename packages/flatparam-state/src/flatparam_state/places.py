@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import attrs
 import torch
@@ -23,9 +23,6 @@ from flatparam_runtime import (
     warn_caller,
 )
 
-_TAKEN_OUT: Final = " (taken out)"
-"""The end of the name of a parameter whose modules were taken out of the model: what is there now may have its name."""
-
 
 @final
 @attrs.frozen(eq=False)
@@ -40,20 +37,22 @@ class Place:
     handle: FlatParamHandle
     names: tuple[tuple[str, ...], ...]
     """All names of each parameter, in the order of the slots. The first is what `named_parameters()` of the unsharded
-    model gives, whatever the units are; the others are those of a tied parameter."""
+    model gives, whatever the units are; the others are those of a tied parameter. One whose modules were taken out of
+    the model has none."""
 
     fqns: tuple[str, ...] = attrs.field(init=False)
-    """The first name of each parameter."""
+    """The first name of each parameter; what is in the model now may have the old name of one that was taken out."""
     indices: tuple[int, ...] = attrs.field(init=False)
     """The parameters that are the model's; the modules of the others were taken out of it."""
 
     @fqns.default
     def _first_names(self) -> tuple[str, ...]:
-        return tuple(names[0] for names in self.names)
+        both = zip(self.names, self.handle.layout.fqns, strict=True)
+        return tuple(names[0] if names else f"{self.prefix}{fqn} (taken out)" for names, fqn in both)
 
     @indices.default
     def _in_model(self) -> tuple[int, ...]:
-        return tuple(index for index, fqn in enumerate(self.fqns) if not fqn.endswith(_TAKEN_OUT))
+        return tuple(index for index, names in enumerate(self.names) if names)
 
 
 def places_of(unit: Unit) -> tuple[Place, ...]:
@@ -78,7 +77,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
             units.setdefault(unit, prefix)
     for unit, prefix in units.items():
         for handle in unit.handles:
-            yield Place(prefix, unit, handle, tuple(_names(prefix, handle, paths)))
+            yield Place(prefix, unit, handle, tuple(_names(handle, paths)))
 
 
 def mesh_handles(units: Iterable[Unit]) -> list[FlatParamHandle]:
@@ -125,17 +124,15 @@ def check_names(places: Sequence[Place], form: Any = None) -> None:
             return
 
 
-def _names(
-    prefix: str, handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[tuple[int, str]]]
-) -> Iterator[tuple[str, ...]]:
+def _names(handle: FlatParamHandle, paths: Mapping[nn.Module, Sequence[tuple[int, str]]]) -> Iterator[tuple[str, ...]]:
     """Yield all names of each parameter, in the order of the modules that hold it."""
-    for fqn, infos in zip(handle.layout.fqns, handle.param_infos, strict=True):
+    for infos in handle.param_infos:
         found = [
             (number, order, path + info.param_name)
             for order, info in enumerate(infos)
             for number, path in paths.get(info.module, ())
         ]
-        yield tuple(dict.fromkeys(name for _, _, name in sorted(found))) or (prefix + fqn + _TAKEN_OUT,)
+        yield tuple(dict.fromkeys(name for _, _, name in sorted(found)))
 
 
 # Between shards and full tensors, for anything that is shaped like the parameters: weights, moments, averages

@@ -369,18 +369,15 @@ def unflattened(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mappin
     Raises:
         FlatParamError: if the parameters of one group have different settings.
     """
-    state: dict[str, Any] = {"state": {}, "param_groups": []}
-    for _, items in Holding.of(model, optimizer).groups:
+    groups = [[fqn for item in items for fqn in item.fqns] for _, items in Holding.of(model, optimizer).groups]
+    known = {fqn for fqns in groups for fqn in fqns}
+    states, own = _by_parameter(flat, "state.", known), _by_parameter(flat, "param_groups.", known)
+    state: dict[str, Any] = {"state": states, "param_groups": []}
+    for fqns in groups:
         settings: dict[str, Any] = {}
-        names = []
-        for fqn in (fqn for item in items for fqn in item.fqns):
-            values = _below(flat, f"state.{fqn}.")
-            if values:
-                state["state"][fqn] = values
-            own = _below(flat, f"param_groups.{fqn}.")
-            if own:
-                names.append(fqn)
-            for name, value in own.items():
+        names = [fqn for fqn in fqns if fqn in own]
+        for fqn in names:
+            for name, value in own[fqn].items():
                 if settings.setdefault(name, value) != value:
                     raise FlatParamError(
                         f"the optimizer state has {name}={value!r} for {fqn!r} and {settings[name]!r} for "
@@ -390,13 +387,17 @@ def unflattened(model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mappin
     return state
 
 
-def _below(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def _by_parameter(flat: Mapping[str, Any], prefix: str, fqns: set[str]) -> dict[str, dict[str, Any]]:
+    """Return the nested entries of each parameter, of keys that begin with `prefix` and its name."""
+    nested: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        if key.startswith(prefix):
-            *path, name = key[len(prefix) :].split(".")
-            target = nested
-            for part in path:
-                target = target.setdefault(part, {})
-            target[name] = value
+        *path, name = key.removeprefix(prefix).split(".") if key.startswith(prefix) else ("",)
+        for end in range(1, len(path) + 1):
+            fqn = ".".join(path[:end])
+            if fqn in fqns:
+                target = nested.setdefault(fqn, {})
+                for part in path[end:]:
+                    target = target.setdefault(part, {})
+                target[name] = value
+                break
     return nested
