@@ -400,6 +400,17 @@ def unfrozen(side: Side) -> Any:
     return losses, state_of(model)
 
 
+def made_before(side: Side) -> Any:
+    """Adagrad makes its state of the whole parameters; then it is given the sharded ones, as accelerate does it."""
+    model = seeded()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    side.shard(model)
+    parameters = iter(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [next(parameters) for _ in group["params"]]
+    return trained(side, model, optimizer), state_of(model)
+
+
 def in_a_container(side: Side) -> Any:
     """The state of a module that is not sharded has that of a model inside under the names of the model there."""
     outer = nn.ModuleDict({"model": side.shard(seeded()), "other": nn.Linear(2, 2)})
@@ -477,6 +488,7 @@ PROGRAMS = [
     used_again,
     unfrozen,
     in_a_container,
+    made_before,
     keeping,
     of_one_unit,
     without_root,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -547,3 +548,18 @@ def test_a_unit_that_is_freed_lends_nothing_to_its_own_setattr(
         use_orig_params=use_orig_params,
         free_after_forward=free_after_forward,
     )
+
+
+def test_a_module_that_is_kept_after_its_model_shows_what_it_has(use_orig_params: bool) -> None:
+    """A list of layers outlives a former model, such as bitsandbytes': reading a weight of one is no error."""
+
+    def training(collectives: Collectives) -> bool:
+        module = sharded(Reader, collectives, units=["body"], use_orig_params=use_orig_params)
+        loss(module, collectives.rank, "read head").backward()
+        kept = module.head
+        before = kept.weight
+        del module
+        gc.collect()
+        return kept.weight is before
+
+    assert run(2, training) == [True, True]

@@ -24,6 +24,7 @@ from flatparam.compat import inner_of
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented
 from flatparam_optim import may_step_shards
 from flatparam_runtime import untraced
+from flatparam_runtime.optimizers.stepping import keep_own_part
 from flatparam_runtime.optimizers.torch_optimizers import STEPS
 from flatparam_state.optimizer import HOLDERS
 
@@ -72,14 +73,24 @@ class _Held:
         """Have the optimizer hold the parts, with their states."""
         self.list_parts(optimizer)
         self.shown = optimizer.state
-        keys = [*map(id, self.shown)]
-        if keys != self.keys:
-            self.keys, self.stored = keys, defaultdict(dict, {_part_of(key): {} for key in self.shown})
+        is_new = [*map(id, self.shown)] != self.keys
+        if is_new:
+            self._show_what_was_made_before()
+            self.keys = [*map(id, self.shown)]
+            self.stored = defaultdict(dict, {_part_of(key): {} for key in self.shown})
         for key, shown, stored in zip(self.shown, self.shown.values(), self.stored.values(), strict=True):
             _store(key, shown, stored)
-        self.known = _identities(self.stored)
         optimizer.state = self.stored  # type: ignore[assignment]
+        if is_new:
+            keep_own_part(optimizer)
+        self.known = _identities(self.stored)
         self.has_parts = True
+
+    def _show_what_was_made_before(self) -> None:
+        """Give faces the states that the optimizer has made of the parameters before these were sharded."""
+        for face, part in zip(itertools.chain(*self.faces), itertools.chain(*self.parts), strict=True):
+            if face is not part and face not in self.shown and part in self.shown:
+                self.shown[face] = self.shown.pop(part)
 
     def list_parts(self, optimizer: optim.Optimizer) -> None:
         """Put the parts in the places of the faces."""

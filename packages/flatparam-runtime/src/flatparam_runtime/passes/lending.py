@@ -39,6 +39,9 @@ def _read(
     unit = reference()
     if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls or _is_for_words():
         return None
+    if unit.held.reference() is None:
+        # Somebody has kept a module of a model that is gone.
+        return None
     tree = tree_of(unit)
     reader, running = tree.innermost, tree.backward
     if reader is unit:
