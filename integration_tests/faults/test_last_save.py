@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatparam import FullyShardedDataParallel
 from flatparam_comm import Collectives, CommError, ProcessGroupCollectives, RankError, shared_memory
 from flatparam_comm.testing import run_processes
-from flatparam_state import Checkpointer, open_checkpoint
+from flatparam_state import Checkpointer, ShardedEMA, open_checkpoint
 
 pytestmark = pytest.mark.processes
 
@@ -71,7 +71,8 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
         plain[index] = FullyShardedDataParallel(block, collectives, use_orig_params=original, forward_prefetch=True)
     model = FullyShardedDataParallel(plain, collectives, use_orig_params=original, forward_prefetch=True)
     optimizer = Faulty(model.parameters(), lr=0.1)
-    checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, ranks=collectives)
+    averages = ShardedEMA(model, 0.9) if fault == "before the average" else None
+    checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, averages=averages, ranks=collectives)
     step = 0
     try:
         for step in range(FAILS + 3):
@@ -90,6 +91,10 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
                 raise ValueError("a bug")
             optimizer.step()
             optimizer.zero_grad()
+            if fault == "before the average" and step == FAILS and comm.rank == 1:
+                raise ValueError("a bug")
+            if averages is not None:
+                averages.update()
     except (ValueError, CommError) as error:
         if fault == "uncaught" and comm.rank == 1:
             raise
@@ -133,10 +138,11 @@ def test_what_all_ranks_have_completed_is_saved(tmp_path: Path, fault: str, thro
     [
         ("step", "rank 1: its exception came out of an optimizer's step"),
         ("before the step", "rank 0 has done 4 optimizer steps, and rank 1 3: their parts of the model are"),
+        ("before the average", "rank 0 has updated its averages [4] times, and rank 1 [3] times: their parts of"),
     ],
 )
 def test_parts_of_different_moments_are_not_saved(tmp_path: Path, fault: str, reason: str) -> None:
-    """If a rank has stepped further, or in part, every rank is warned that nothing was saved, and nothing was."""
+    """If a rank has stepped or averaged further, or in part, every rank is warned that nothing was saved; it was not."""
     told = run_processes(2, _train, str(tmp_path), fault, "gloo", True, grace=PATIENCE)
     assert all(each.startswith(f"no last checkpoint was saved: {reason}") for each in told), told
     assert not [*(tmp_path / "run").glob("step-*")]

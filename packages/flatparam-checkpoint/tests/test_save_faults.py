@@ -1,6 +1,7 @@
 """Where a save fails, every rank says the same, what was there before is as it was, and training goes on."""
 
 import errno
+import gc
 import os
 import resource
 import socket
@@ -489,3 +490,79 @@ def test_a_warning_about_what_is_saved(tmp_path: Path) -> None:
     run.train(15)
     assert run.checkpointer.steps() == [5, 10, 15]
     run.checkpointer.close()
+
+
+class Normed(torch.nn.Module):
+    """A model with statistics, and a buffer that is no part of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.out(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_last_save_says_if_the_failed_step_has_written_buffers(has_begun: bool, tmp_path: Path) -> None:
+    """A forward pass counts its batch in the statistics of batch norms, though its step does not come."""
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(tmp_path, model, optimizer, ranks=ALONE)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    model.eval()(torch.randn(4, 3))
+    if has_begun:
+        model.train()(torch.randn(4, 3))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert checkpointer.save_last(2) is not None
+    # The others are written by a kernel that counts no change.
+    named = "the buffers 'norm.num_batches_tracked' as they are now"
+    assert [named in str(each.message) for each in told] == [True] * has_begun
+
+
+def test_the_hook_of_a_checkpointer_goes_with_it(tmp_path: Path) -> None:
+    """A program that makes one for each save has no more hooks at its optimizer than checkpointers that live."""
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        Checkpointer(tmp_path, model, optimizer, ranks=ALONE)
+    gc.collect()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EFBIG, r"needs [1-9][\d,]* bytes; let this process write longer files \(ulimit -f\)"),
+        (errno.ENOSPC, r"needs [1-9][\d,]* bytes, and [\d,]+ are free; free space"),
+    ],
+)
+def test_the_advice_is_for_the_limit_that_was_met(number: int, said: str, asynchronous: bool, tmp_path: Path) -> None:
+    """A file that may not grow is no full disk; the bytes that are told are those of the rank."""
+
+    def refuse(moment: Moment) -> None:
+        if moment is Moment.FILE_SYNCED:
+            raise OSError(number, os.strerror(number), "/somewhere/file")
+
+    checkpointer = Checkpointer(tmp_path, Normed(), ranks=ALONE, asynchronous=asynchronous, on_moment=refuse)
+    with pytest.raises(CheckpointError, match=said):
+        checkpointer.save(1)
+        checkpointer.wait()
+
+
+def test_a_disk_that_fails_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system says of `fsync` has no name: the error has that of the file, or of the directory."""
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*rank-00000.*: Input/output error"):
+        Checkpointer(tmp_path, Normed(), ranks=ALONE).save(1)

@@ -42,9 +42,13 @@ class Failure:
             path = error.filename or (directory and str(directory))
             text = f"{path}: {error.strerror or error}"
             hint = "nothing was changed"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and directory is not None:
-                text += f": this rank needs {need:,} bytes, and {free_nbytes(directory):,} are free"
+            needs = f": this rank needs {need:,} bytes" if need else ""
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and directory is not None:
+                text += f"{needs}{', and' if needs else ':'} {free_nbytes(directory):,} are free"
                 hint = "free space, or keep fewer checkpoints; the checkpoints before are as they were"
+            elif error.errno == errno.EFBIG:
+                text += needs
+                hint = "let this process write longer files (ulimit -f); the checkpoints before are as they were"
             return cls(rank, text, None if path is None else str(path), hint=hint)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return cls(rank, text, is_interrupt=not isinstance(error, Exception))

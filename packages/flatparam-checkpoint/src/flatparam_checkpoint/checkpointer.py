@@ -17,7 +17,7 @@ from typing_extensions import Self
 from flatparam_checkpoint.keys import Optimizers, averages_by_name, optimizers_by_name
 from flatparam_checkpoint.load.load_session import Loaded, load_checkpoint
 from flatparam_checkpoint.load.prepared_model import LoadOptions
-from flatparam_checkpoint.save.after_failure import save_after_failure
+from flatparam_checkpoint.save.after_failure import WrittenBuffers, save_after_failure
 from flatparam_checkpoint.save.save_session import Saver
 from flatparam_checkpoint.save.subject import Subject
 from flatparam_comm import CommError, telling
@@ -97,6 +97,9 @@ class Checkpointer:
         self._averages = of_model
         self._on_save_error = on_save_error
         self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
+        # Rank 0 saves the buffers.
+        watched = model if self._ranks.rank == 0 else None
+        self._written = None if watched is None else WrittenBuffers(watched, optimizers.values())
         self._saver = Saver(
             self._ranks,
             self._subject,
@@ -180,17 +183,22 @@ class Checkpointer:
         Returns:
             The directory where the checkpoint is, or None with a warning that says why there is none: a rank has not
             come (its process has ended), its exception came out of an optimizer's step, ranks have done different
-            numbers of steps, or the save has failed. What was saved before is as it was.
+            numbers of steps or of updates of an average, or the save has failed. What was saved before is as it was.
         """
         self._saver.cancel()
         try:
             self._check_averages("saved")
             failure = sys.exc_info()[1]
             with holding_parts(*self._subject.optimizers.values()):
-                return save_after_failure(self._saver, self._ranks, failure, step, extra, rank_extra, seconds)
+                place = save_after_failure(
+                    self._saver, self._ranks, self._averages, failure, step, extra, rank_extra, seconds
+                )
         except (CheckpointError, CommError, FlatParamError) as error:
             warnings.warn(f"no last checkpoint was saved: {error}", stacklevel=2)
             return None
+        if self._written is not None:
+            self._written.tell()
+        return place
 
     def wait(self) -> None:
         """Return when no save is under way any more; every rank calls it.

@@ -204,6 +204,7 @@ class BackgroundSave:
         self._ranks = ranks
         self._committer = committer
         self._write_part = write_part
+        self._need = 0 if staged.value is None else staged.value.disk_nbytes
         if staged.cause is not None:
             # Its frames hold what was staged before the memory was used up.
             traceback.clear_frames(staged.cause.__traceback__)
@@ -242,7 +243,7 @@ class BackgroundSave:
         if cause is None:
             return Attempt()
         root = self._committer.directory.root.absolute()
-        return Attempt(failure=Failure.of(cause, self._ranks.rank, directory=root), cause=cause)
+        return Attempt(failure=Failure.of(cause, self._ranks.rank, directory=root, need=self._need), cause=cause)
 
     def cancel(self) -> BaseException | None:
         """Have it soon give up waiting for other ranks, and wait until it has ended; returns how it failed."""

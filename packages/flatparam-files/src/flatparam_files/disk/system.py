@@ -142,14 +142,22 @@ def sync_file(file: IO[bytes] | ReopenedFile) -> None:
         with file.path.open("ab", buffering=0) as opened:
             sync_file(opened)
     else:
-        os.fsync(file.fileno())
+        _sync(file.fileno(), file.name)
+
+
+def _sync(descriptor: int, path: str | Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # The system's has no name.
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_directory(path: Path) -> None:
     """Wait until the names in `path` are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        _sync(descriptor, path)
     finally:
         os.close(descriptor)
 
