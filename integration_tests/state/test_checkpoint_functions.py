@@ -374,6 +374,34 @@ def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return parameters[::2], parameters[1::2]
 
 
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The head of the embedding."""
+        out: torch.Tensor = self.head(self.embedding(x))
+        return out
+
+
+@on_ranks(2, originals=BOTH)
+def test_a_full_state_may_have_one_name_of_a_tied_parameter(group: Collectives, files: Files, originals: bool) -> None:
+    """Files of Hugging Face have the head under the embedding's name; torch loads that with `full_state_dict=True`."""
+    whole_state = {name: torch.full((5, 3), 7.0) for name in ("embedding.weight", "head.weight")}
+    for known in whole_state:
+        model = FSDP(Tied(), group, use_orig_params=originals)
+        state = {known: whole_state[known]}
+        incompatible = mine().set_model_state_dict(model, state, options=options(full_state_dict=True))
+        assert (incompatible.missing_keys, incompatible.unexpected_keys) == ([], [])
+        assert_same(full_state(model), whole_state)
+        with pytest.raises(RuntimeError, match="embedding"):
+            mine().set_model_state_dict(model, {"other": torch.zeros(1)}, options=options(full_state_dict=True))
+
+
 @on_ranks(2, originals=BOTH)
 def test_the_optimizer_is_made_ready(group: Collectives, files: Files, originals: bool) -> None:
     """The state of an optimizer that has not stepped is torch's, but no step is counted; the optimizer stays as it is."""

@@ -7,6 +7,7 @@ place, these functions call torch's own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -166,6 +167,8 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], 
     """
     options = _checked(options)
     state = _with_prefixes(model, model_state_dict)
+    if options.full_state_dict:
+        state = _with_tied_names(model, state)
     if not wrappers_in(model):
         if not (state or options.broadcast_from_rank0):
             return nn.modules.module._IncompatibleKeys([], [])
@@ -313,6 +316,19 @@ def _with_prefixes(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, A
         for module, inner in state.items()
         for key, value in inner.items()
     }
+
+
+def _with_tied_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in which a tied parameter has all of its names, if it has one: files have it once."""
+    tied = (names for place in places_in(model) for names in place.names if len(names) > 1)
+    more = {name: state[known] for names in tied for known in names if known in state for name in names}
+    lacking = more.keys() - state.keys()
+    if not lacking:
+        return state
+    # A copy has the versions of modules, too, which torch keeps beside the entries.
+    full: Any = copy.copy(state)
+    full.update({name: more[name] for name in lacking})
+    return cast("Mapping[str, Any]", full)
 
 
 def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> Sequence[Any]:
