@@ -368,3 +368,18 @@ def test_interrupted_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert [type(error) for error in told] == [KeyboardInterrupt] * lost
     assert lost < steps / 100
+
+
+def test_every_record_has_its_checksum_compared(tmp_path: Path) -> None:
+    """Also those that have no tensor, such as the alignment, without which torch does not open the file."""
+    path = saved(tmp_path / "m.pt", {"weight": torch.ones(3)})
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        small = [info for info in archive.infolist() if "/data/" not in info.filename and info.file_size]
+        content_of = {info.filename: archive.read(info) for info in small}
+    assert len(small) > 2
+    for name, record in content_of.items():
+        at = content.index(record, content.index(name.encode()) + len(name))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(CheckpointError, match="checksum"):
+            open_torch_file(path)

@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.commit import Committer
@@ -25,7 +24,7 @@ from flatparam_files.disk.system import OPEN_FILES, AnyPath, free_nbytes
 
 
 @final
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes one checkpoint of `world_size` files, as that many ranks would, from one process without a group.
 
     Give it the tensors in the order in which they were announced; `commit` then makes it a checkpoint. Left without
@@ -103,9 +102,6 @@ class CheckpointWriter:
                     is_reopened=self._world_size > OPEN_FILES.value,
                 )
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()

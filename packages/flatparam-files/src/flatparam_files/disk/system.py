@@ -12,7 +12,6 @@ from typing import IO, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from flatparam_core import Threshold
 from flatparam_files.disk.checkpoint_error import CheckpointError, UnreadableError
@@ -149,8 +148,8 @@ def _sync(descriptor: int, path: str | Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # The system's has no name.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        error.filename = str(path)
+        raise
 
 
 def sync_directory(path: Path) -> None:
@@ -201,7 +200,7 @@ def _is_pointer(descriptor: int, nbytes: int) -> bool:
 
 
 @final
-class ByteFile:
+class ByteFile(contextlib.AbstractContextManager["ByteFile"]):
     """A file that is open for reading. It counts the bytes that were read."""
 
     __slots__ = ("_descriptor", "nbytes", "nbytes_read", "path")
@@ -239,9 +238,6 @@ class ByteFile:
                 path=path,
                 hint="run `git lfs pull` in the repository that it comes from",
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __del__(self) -> None:
         # An interrupt may come before the first line of the constructor.
