@@ -427,6 +427,56 @@ def test_a_rank_that_waits_elsewhere_is_told_of_the_end_of_rank_0(tmp_path: Path
     assert "rank 0 failed first with the end of its process" in told
 
 
+def _goes_on_without_it(comm: ProcessGroupCollectives, directory: str, how: str) -> None:
+    """Rank 2 ends; the others catch the error of the group with it, and train over their own."""
+    _steps(comm)
+    if how == "stays away":
+        _NOW.relay.settings = attrs.evolve(RelaySettings(), idle=1.0)  # type: ignore[union-attr]
+    pair = comm.subgroup([0, 1])
+    if pair is None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The end of a program, as the others learn of it.
+        _NOW.relay.tell_departure("it has ended its program")  # type: ignore[union-attr]
+        while len(list(Path(directory).glob("rank-*"))) < 2:
+            time.sleep(0.05)
+        return
+    pair.barrier()
+    with pytest.raises(PeerError) as raised:
+        comm.all_reduce(torch.ones(4), label="with it").wait()
+    error = raised.value
+    if how == "stays away" and comm.rank == 1:
+        # It has caught the error, and does something else.
+        while not Path(directory, "rank-0").exists():
+            time.sleep(0.05)
+        Path(directory, "rank-1").touch()
+        return
+    if how == "stays away":
+        with pytest.raises(PeerError) as raised:
+            pair.all_reduce(torch.ones(4), label="without it").wait()
+        assert raised.value.rank == 2
+    else:
+        # Longer than others have mercy with a rank that has failed and does nothing.
+        time.sleep(RelaySettings().mercy + 0.5)
+        for _ in range(2):
+            _steps(pair)
+            with pytest.raises(PeerError, match="is broken, since rank 2 failed first"):
+                comm.barrier()
+    Path(directory, f"rank-{comm.rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("how", ["killed", "ends", "stays away"])
+def test_a_group_without_the_rank_that_failed_goes_on(tmp_path: Path, how: str) -> None:
+    """Trainers outlive a receiver: only the groups of the rank that failed are broken, unless one of them stays away."""
+    if how == "killed":
+        with pytest.raises(RankDied, match="rank 2 of 3"):
+            run_processes(3, _goes_on_without_it, str(tmp_path), how, grace=PATIENCE)
+    else:
+        run_processes(3, _goes_on_without_it, str(tmp_path), how, grace=PATIENCE)
+    assert "rank 2 failed first" in (tmp_path / "rank-0").read_text()
+    assert (tmp_path / "rank-1").exists()
+
+
 def _relays() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "flatparam relay"]
 

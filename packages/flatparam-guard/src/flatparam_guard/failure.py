@@ -105,7 +105,7 @@ class FailureReport:
     @property
     def is_death(self) -> bool:
         """Whether others have noticed that the process of the rank is gone."""
-        return self.kind == _ENDED
+        return self.kind == _ENDED and not self.is_consequence
 
     @property
     def is_departure(self) -> bool:

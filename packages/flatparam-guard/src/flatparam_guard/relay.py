@@ -116,6 +116,9 @@ class Relay:
             failure = attrs.evolve(kept, diverged=own.diverged)
         if not failure.issued:
             everything = [*self.calls.values()]
+            for calls in everything if failure.is_consequence else ():
+                if not calls.is_broken_by(failure):
+                    calls.note_own_failure()
             failure = attrs.evolve(
                 failure,
                 issued={calls.name: calls.issued for calls in everything},
@@ -280,16 +283,18 @@ class Relay:
     def _take_back(self) -> None:
         """Forget an exception of this rank that the program has caught: it has issued a collective since.
 
-        If another rank had failed, or ranks diverge, the groups of then are broken: it has to be on a later group.
+        It has to be on a group that is not broken: if another rank had failed, on one without that rank, or a later
+        one; if ranks diverge, on a later one.
         """
         own = self._own
         if own is None or own.is_final:
             return
-        issued = {calls.name: calls.issued for calls in [*self.calls.values()]}
+        everything = [*self.calls.values()]
         if not own.may_go_on:
             if self._said is not own:
                 return
-            issued = {name: count for name, count in issued.items() if name not in own.issued}
+            everything = [calls for calls in everything if calls.name not in own.issued or not calls.is_broken_by(own)]
+        issued = {calls.name: calls.issued for calls in everything}
         if any(count > own.issued.get(name, 0) for name, count in issued.items()):
             with self._changed:
                 if self._own is own:
@@ -398,10 +403,12 @@ class Relay:
                 elif calls.name not in failure.issued:
                     # The rank may be about to issue its first collective on this group.
                     since = max(since, calls.joined)
-                elif failure.is_consequence:
+                elif failure.is_consequence and calls.is_broken_by(failure):
                     mercy = 0.0
-                is_late = now >= since + mercy
-                if calls.name in failure.diverged or (is_late and calls.waits_in_vain_for(failure)):
+                # Both have failed for a third rank's sake, but this one may have gone elsewhere.
+                is_idle = failure.is_consequence and now >= since + self.settings.idle
+                is_late = now >= since + mercy and calls.waits_in_vain_for(failure, is_idle=is_idle)
+                if calls.name in failure.diverged or is_late:
                     calls.break_by(failure)
 
     def _look_at_waits(self, question: int = 0) -> None:
