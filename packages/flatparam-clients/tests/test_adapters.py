@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_row import each_row
 from torch import nn
 
 import flatparam
@@ -302,3 +303,61 @@ def test_an_adapter_is_merged_in_full_and_not_unloaded(use_orig_params: bool, mo
         assert torch.equal(found, one(x))
     # A model that is not sharded does as before.
     assert isinstance(made().merge_and_unload(), Layer)
+
+
+class AdaLoraModel(BaseTuner):
+    """As PEFT's: the loss has a penalty on whole matrices, and the budget looks at rows of them."""
+
+    trainable_adapter_name = "mine"
+
+    def __init__(self, model: nn.Module, orth_reg_weight: float) -> None:
+        super().__init__(model)
+        self.peft_config = {"mine": types.SimpleNamespace(orth_reg_weight=orth_reg_weight)}
+
+    def forward(self, x: torch.Tensor, labels: bool = True) -> Any:
+        out = self.model(x).sum()
+        if labels:
+            covariances = [p @ p.T for name, p in self.model.named_parameters() if "lora" in name and p.dim() == 2]
+            weight = self.peft_config["mine"].orth_reg_weight
+            out = out + weight * sum(each.square().sum() for each in covariances)
+        return types.SimpleNamespace(loss=out if labels else None, out=out)
+
+    def update_and_allocate(self, step: int) -> int:
+        return step
+
+
+INSIDE = ModuleWrapPolicy({Layer})
+
+
+@each_row(
+    ("policy", "weight", "labels", "is_refused"),
+    [(INSIDE, 0.5, True, True), (INSIDE, 0.5, False, False), (INSIDE, 0.0, True, False), (None, 0.5, True, False)],
+)
+def test_penalties_of_adalora_over_parts_are_refused(
+    policy: Any, weight: float, labels: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of two parts of a matrix has another size, and no error: the loss would be another. One unit is right."""
+    for name, kind in (("peft.tuners.tuners_utils", BaseTuner), ("peft.tuners.adalora.model", AdaLoraModel)):
+        home = types.ModuleType(name)
+        setattr(home, kind.__name__, type(kind.__name__, (kind,), dict(vars(kind))))
+        monkeypatch.setitem(sys.modules, name, home)
+    tuner = home.AdaLoraModel
+    x = torch.ones(2, 3)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return tuner(Layer(), weight)
+
+    def rank(world: Any) -> Any:
+        model = flatparam.FullyShardedDataParallel(made(), use_orig_params=True, auto_wrap_policy=policy)
+        with pytest.raises(FlatParamError, match=r"update_and_allocate\(\): the model in this AdaLoraModel is sharded"):
+            model.module.update_and_allocate(1)
+        if not is_refused:
+            return model(x, labels).out.detach()
+        with pytest.raises(FlatParamError, match="multiplies and ranks the rows of whole matrices"):
+            model(x, labels)
+        return None
+
+    for found in run_threads(2, rank):
+        assert is_refused or torch.equal(found, made()(x, labels).out)
+    assert made().update_and_allocate(2) == 2

@@ -31,7 +31,7 @@ from flatparam.state.load_hooks import with_names_of_first
 from flatparam.wrapper.refusing import asking_names
 from flatparam_clients.names import patches_of_holders
 from flatparam_core import FlatParamError, FlatParameter, clean_fqn
-from flatparam_runtime import Unit, units_in
+from flatparam_runtime import Unit, holder_of_parameter, units_in
 
 _HOME: Final = "peft.utils.save_and_load"
 _LOADS: Final = "set_peft_model_state_dict"
@@ -157,6 +157,8 @@ _MERGES: Final = ("merge_adapter", "unmerge_adapter")
 _KEEPER: Final = "peft.utils.other"
 _ASKING: Final = ("adapter_state_dict", "adapter_state_dict_load_map")
 _KNOWS_SHARDS: Final = "_knows_shards"
+_ADALORA: Final = "peft.tuners.adalora.model"
+_KNOWS_PENALTY: Final = "_knows_penalty"
 
 
 def guard_adapters() -> None:
@@ -173,6 +175,36 @@ def guard_adapters() -> None:
             if theirs is not None:
                 setattr(tuner, name, _guarded(theirs, refuse))
     setattr(tuner, _KNOWS_SHARDS, True)
+    _guard_penalty()
+
+
+def _guard_penalty() -> None:
+    """Have AdaLoRA refuse units: its loss has products of whole matrices, and its budget compares whole rows."""
+    tuner: Any = getattr(sys.modules.get(_ADALORA), "AdaLoraModel", None)
+    if tuner is None or hasattr(tuner, _KNOWS_PENALTY):
+        return
+    forward = tuner.forward
+
+    @functools.wraps(forward)
+    def with_penalty(model: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(model, *args, **kwargs)
+        config = model.peft_config[model.trainable_adapter_name]
+        if config.orth_reg_weight and getattr(outputs, "loss", None) is not None:
+            # A unit in whose forward call this is has whole matrices.
+            _refuse_penalty("forward", model, tuple(unit for unit in units_in(model) if not unit.calls))
+        return outputs
+
+    allocate = tuner.update_and_allocate
+
+    @functools.wraps(allocate)
+    def allocate_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+        # The unit may be one around the adapter.
+        owners = filter(None, map(holder_of_parameter, model.parameters()))
+        _refuse_penalty("update_and_allocate", model, (*units_in(model), *owners))
+        return allocate(model, *args, **kwargs)
+
+    tuner.forward, tuner.update_and_allocate = with_penalty, allocate_whole
+    setattr(tuner, _KNOWS_PENALTY, True)
 
 
 def _asking_names(theirs: Callable[..., Any]) -> Any:
@@ -213,6 +245,14 @@ def _refuse_to_merge(name: str, tuner: Any, units: tuple[Unit, ...]) -> None:
                 f"{_who(name, tuner, units)} is sharded, and this rank has parts of its weights; nothing was changed. "
                 f"Call {name}() on every rank inside summon_full_params, with writeback=True"
             )
+
+
+def _refuse_penalty(name: str, tuner: Any, units: tuple[Unit, ...]) -> None:
+    if any(not handle.is_whole for unit in units for handle in unit.handles):
+        raise FlatParamError(
+            f"{_who(name, tuner, units)} is sharded, and AdaLoRA multiplies and ranks the rows of whole matrices, of "
+            "which this rank has parts: the numbers would be others. Use LoRA, or DDP (NO_SHARD)"
+        )
 
 
 def _who(name: str, tuner: Any, units: tuple[Unit, ...]) -> str:
