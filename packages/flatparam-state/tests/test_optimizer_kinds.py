@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from each_row import each_row
 from torch import nn
 
-from flatparam_comm import Collectives, FlatParamError, SingleCollectives
+from flatparam_comm import Collectives, FlatParamError, ForwardingCollectives, SingleCollectives
 from flatparam_comm.testing import run_threads
 from flatparam_state import load_optimizer_state, optimizer_state_dict
 from flatparam_state.optimizer.entry import PER_RANK
@@ -281,3 +282,39 @@ def test_a_state_that_only_the_first_rank_has(use_orig_params: bool) -> None:
 
     for beyond in run_threads(2, load, deliver_late=False):
         assert beyond <= largest
+
+
+class Counting(ForwardingCollectives):
+    """Counts the calls by name."""
+
+    def __init__(self, inner: Collectives, calls: Counter[str]) -> None:
+        super().__init__(inner)
+        self.calls = calls
+
+    def _call(self, name: str, /, *args: Any, **options: Any) -> Any:
+        self.calls[name] += 1
+        return super()._call(name, *args, **options)
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return Counting(inner, self.calls)
+
+
+def test_a_state_of_the_first_rank_takes_one_collective_a_tensor(use_orig_params: bool) -> None:
+    """Ranks talk about the whole of it, not about each tensor: over many hosts a word costs as much as a small one."""
+    saved = run_threads(2, lambda ranks: optimizer_state_dict(*sharded(ranks, adam, use_orig_params=use_orig_params)))[
+        0
+    ]
+    tensors = sum(
+        isinstance(v, torch.Tensor) and v.dim() > 0 for each in saved["state"].values() for v in each.values()
+    )
+
+    def load(ranks: Collectives) -> Counter[str]:
+        calls: Counter[str] = Counter()
+        model, optimizer = sharded(Counting(ranks, calls), adam, use_orig_params=use_orig_params, steps=0)
+        calls.clear()
+        load_optimizer_state(model, optimizer, saved if ranks.rank == 0 else {}, rank0_only=True)
+        return calls
+
+    for calls in run_threads(2, load):
+        assert calls["broadcast"] == tensors
+        assert calls["exchange"] < tensors
