@@ -44,7 +44,8 @@ class Failure:
             hint = "nothing was changed"
             needs = f": this rank needs {need:,} bytes" if need else ""
             if error.errno in (errno.ENOSPC, errno.EDQUOT) and directory is not None:
-                text += f"{needs}{', and' if needs else ':'} {free_nbytes(directory):,} are free"
+                free = free_nbytes(directory)
+                text += f"{needs}, and {free:,} are free" if needs else f": {free:,} bytes are free"
                 hint = "free space, or keep fewer checkpoints; the checkpoints before are as they were"
             elif error.errno == errno.EFBIG:
                 text += needs

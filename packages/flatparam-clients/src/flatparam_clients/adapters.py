@@ -163,6 +163,7 @@ _KNOWS_PENALTY: Final = "_knows_penalty"
 
 def guard_adapters() -> None:
     """Have PEFT's methods refuse models that are sharded, if PEFT is imported; a second call does nothing."""
+    _guard_penalty()
     tuner = getattr(sys.modules.get(_TUNERS), "BaseTuner", None)
     if tuner is None or hasattr(tuner, _KNOWS_SHARDS):
         return
@@ -175,7 +176,6 @@ def guard_adapters() -> None:
             if theirs is not None:
                 setattr(tuner, name, _guarded(theirs, refuse))
     setattr(tuner, _KNOWS_SHARDS, True)
-    _guard_penalty()
 
 
 def _guard_penalty() -> None:
@@ -188,8 +188,8 @@ def _guard_penalty() -> None:
     @functools.wraps(forward)
     def with_penalty(model: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = forward(model, *args, **kwargs)
-        config = model.peft_config[model.trainable_adapter_name]
-        if config.orth_reg_weight and getattr(outputs, "loss", None) is not None:
+        has_loss = getattr(outputs, "loss", None) is not None
+        if has_loss and model.peft_config[model.trainable_adapter_name].orth_reg_weight:
             # A unit in whose forward call this is has whole matrices.
             _refuse_penalty("forward", model, tuple(unit for unit in units_in(model) if not unit.calls))
         return outputs

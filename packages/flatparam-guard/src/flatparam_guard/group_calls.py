@@ -329,7 +329,7 @@ class GroupCalls:
         return begun > count and (failure.is_final or is_idle or not is_alike)
 
     def is_broken_by(self, failure: FailureReport) -> bool:
-        """Whether a failure that a program cannot go on from is one of this group: its culprit is a rank of it."""
+        """Whether a failure is this group's: its ranks diverge, or the culprit is one of them."""
         return bool(failure.diverged) or failure.culprit in self.members
 
     def break_by(self, failure: FailureReport) -> None:
