@@ -260,10 +260,12 @@ class Local:
                 parameter.grad = mean if held is None else held + mean
 
     def clip(self, order: float) -> Tensor:
-        """Clip as documented: the norm is one of fp32."""
+        """Clip as documented: the norm is one of fp32, or of float64 if some gradient is."""
         gradients = [p.grad for p in self.weights.parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g.float().flatten(), order) for g in gradients if g.numel()]
-        norm = torch.linalg.vector_norm(torch.stack([torch.zeros(()), *norms]), order)
+        trained = {p.dtype for p in self.weights.parameters() if p.grad is not None or p.requires_grad}
+        dtype = torch.float64 if torch.float64 in trained else torch.float32
+        norms = [torch.linalg.vector_norm(g.to(dtype).flatten(), order) for g in gradients if g.numel()]
+        norm = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=dtype), *norms]), order)
         factor = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
