@@ -55,7 +55,12 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
         "transfer.gather",
         "transfer.reduction",
     ),
-    "flatparam-runtime": ("agreement.fingerprint", "optimizers.torch_optimizers", "passes.record"),
+    "flatparam-runtime": (
+        "agreement.fingerprint",
+        "optimizers.stepping",
+        "optimizers.torch_optimizers",
+        "passes.record",
+    ),
     "flatparam-state": (
         "at_rest",
         "forms.chunker",

@@ -116,8 +116,7 @@ class Committer:
         """
         directory, temporary, moment = self.directory, ticket.temporary, self.on_moment
         reports = [RankReport.read(temporary, rank, ticket.save_id) for rank in range(world_size)]
-        manifest = _merge(ticket, reports)
-        write_sealed(temporary / MANIFEST, manifest.to_json())
+        write_sealed(temporary / MANIFEST, _merge(ticket, reports).to_json())
         moment(Moment.MANIFEST_WRITTEN)
         for rank in range(world_size):
             report_path(temporary, rank).unlink()

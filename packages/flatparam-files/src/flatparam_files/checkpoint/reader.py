@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any, Final, final
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.directory import CheckpointDirectory, read_manifest
@@ -77,7 +77,7 @@ def deletion_of(path: Path) -> CheckpointError:
 
 
 @final
-class CheckpointReader(contextlib.AbstractContextManager["CheckpointReader"]):
+class CheckpointReader:
     """One committed checkpoint. It is a `Source` with the format "flatparam"; close it, or use it in a `with`.
 
     `nbytes_read` counts what was read of the ranks' files: their headers, once each, and whole blocks of 1 MiB.
@@ -98,6 +98,9 @@ class CheckpointReader(contextlib.AbstractContextManager["CheckpointReader"]):
 
     def __repr__(self) -> str:
         return f"CheckpointReader({str(self.path)!r}, step={self.manifest.step})"
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()

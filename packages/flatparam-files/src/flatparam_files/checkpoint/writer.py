@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from flatparam_core import Span
 from flatparam_files.checkpoint.commit import Committer
@@ -24,7 +25,7 @@ from flatparam_files.disk.system import OPEN_FILES, AnyPath, free_nbytes
 
 
 @final
-class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
+class CheckpointWriter:
     """Writes one checkpoint of `world_size` files, as that many ranks would, from one process without a group.
 
     Give it the tensors in the order in which they were announced; `commit` then makes it a checkpoint. Left without
@@ -103,6 +104,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
                 )
             )
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
@@ -144,8 +148,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
         for rank, writer in enumerate(self._writers):
             file = writer.finish()
             aliases, values = (self._aliases, self._values) if rank == 0 else ({}, {})
-            report = RankReport(ticket.save_id, rank, file, writer.records, {}, aliases, values)
-            report.write(ticket.temporary)
+            RankReport(ticket.save_id, rank, file, writer.records, {}, aliases, values).write(ticket.temporary)
         path = self._committer.commit(ticket, self._world_size)
         self.close()
         return path

@@ -366,8 +366,7 @@ def export(chosen: argparse.Namespace) -> int:
             raise ArgumentsError(f"{name} goes with --to {to}, and not with --to {chosen.to}")
         if given is not None:
             options[option] = given
-    write = partial(_EXPORTS[chosen.to], **options)
-    return _converted(_to_convert(chosen), chosen, write)
+    return _converted(_to_convert(chosen), chosen, partial(_EXPORTS[chosen.to], **options))
 
 
 def _to_convert(chosen: argparse.Namespace) -> Source:

@@ -137,8 +137,7 @@ class _Machine:
             stack.append(_CONTAINERS[opcode]())
         elif opcode in _TUPLES:
             self._budget.take(_CONTAINER_NBYTES)
-            parts = [stack.pop() for _ in range(_TUPLES[opcode])]
-            stack.append(tuple(reversed(parts)))
+            stack.append(tuple([stack.pop() for _ in range(_TUPLES[opcode])][::-1]))
         else:
             self._rarer_step(opcode, argument)
 
