@@ -59,7 +59,7 @@ FIGURES: Final[Mapping[str, Budget]] = {
     "function docstrings without a verb": Budget(445, 500),
     'messages with "is no"': Budget(0, 0),
     "messages under 20 characters": Budget(0, 0),
-    "lines of docs over 120 columns": Budget(2, 0),
+    "lines of docs over 120 columns": Budget(0, 0),
     "fields of BackwardPass": Budget(9, 9),
     "fields of UnitTree": Budget(11, 9),
     "facts reachable from Unit": Budget(64, 30),
