@@ -492,3 +492,41 @@ def test_a_rank_without_rows_gets_a_state_of_a_checkpoint(tmp_path: Path) -> Non
     first, second = run_processes(2, loaded_by_a_checkpointer, str(tmp_path))
     assert [fact[:3] for fact in first] == [fact[:3] for fact in second]
     assert len(first) == 4 * 4
+
+
+def _made_before(ranks: Collectives, settings: dict[str, Any], is_compiled: bool) -> float:
+    """Step, shard, exchange the parameters, and step on; return the largest difference to a model that is whole."""
+    flatparam.install()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    module = copy.deepcopy(whole)
+    models = (whole, module)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **settings) for each in models]
+
+    def train(number: int) -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.full((2, 3), 1.0 + number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(0)
+    package.fully_shard(module)
+    parameters = iter(module.parameters())
+    for group in optimizers[1].param_groups:
+        group["params"] = [next(parameters) for _ in group["params"]]
+    if is_compiled:
+        optimizers[1].step = torch.compile(optimizers[1].step, backend="eager")  # type: ignore[method-assign]
+    for number in range(1, 5):
+        train(number)
+    assert set(optimizers[1].state) == set(module.parameters())
+    pairs = zip(whole.parameters(), module.parameters(), strict=True)
+    return max(float((one - other.full_tensor()).abs().max()) for one, other in pairs)  # type: ignore[operator]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("settings", "is_compiled"), [({"foreach": True}, False), ({"fused": True}, False), ({"foreach": True}, True)]
+)
+def test_states_from_before_sharding_go_on(settings: dict[str, Any], is_compiled: bool) -> None:
+    """Each rank goes on with its part of them in every later step, also if the state is changed in place (fused)."""
+    assert max(run_processes(2, _made_before, settings, is_compiled)) < 1e-5

@@ -73,24 +73,29 @@ class _Held:
         """Have the optimizer hold the parts, with their states."""
         self.list_parts(optimizer)
         self.shown = optimizer.state
-        is_new = [*map(id, self.shown)] != self.keys
-        if is_new:
-            self._show_what_was_made_before()
+        was_made_before = False
+        keys = [*map(id, self.shown)]
+        if keys != self.keys:
+            was_made_before = self._show_what_was_made_before()
             self.keys = [*map(id, self.shown)]
             self.stored = defaultdict(dict, {_part_of(key): {} for key in self.shown})
         for key, shown, stored in zip(self.shown, self.shown.values(), self.stored.values(), strict=True):
             _store(key, shown, stored)
-        optimizer.state = self.stored  # type: ignore[assignment]
-        if is_new:
-            keep_own_part(optimizer)
         self.known = _identities(self.stored)
+        optimizer.state = self.stored  # type: ignore[assignment]
         self.has_parts = True
+        if was_made_before:
+            # Behind the identities: what is cut is new to users.
+            keep_own_part(optimizer)
 
-    def _show_what_was_made_before(self) -> None:
-        """Give faces the states that the optimizer has made of the parameters before these were sharded."""
-        for face, part in zip(itertools.chain(*self.faces), itertools.chain(*self.parts), strict=True):
-            if face is not part and face not in self.shown and part in self.shown:
-                self.shown[face] = self.shown.pop(part)
+    def _show_what_was_made_before(self) -> bool:
+        """Give faces the states that the optimizer has made of parameters before they were sharded; true if it has."""
+        pairs = zip(itertools.chain(*self.faces), itertools.chain(*self.parts), strict=True)
+        made = [(face, part) for face, part in pairs if face is not part and part in self.shown]
+        for face, part in made:
+            state = self.shown.pop(part)
+            self.shown.setdefault(face, state)
+        return bool(made)
 
     def list_parts(self, optimizer: optim.Optimizer) -> None:
         """Put the parts in the places of the faces."""
