@@ -70,7 +70,10 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
     for index, block in enumerate(plain):
         plain[index] = FullyShardedDataParallel(block, collectives, use_orig_params=original, forward_prefetch=True)
     model = FullyShardedDataParallel(plain, collectives, use_orig_params=original, forward_prefetch=True)
-    optimizer = Faulty(model.parameters(), lr=0.1)
+    optimizer: Any = Faulty(model.parameters(), lr=0.1)
+    if fault == "before a compiled step":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
     averages = ShardedEMA(model, 0.9) if fault == "before the average" else None
     checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, averages=averages, ranks=collectives)
     step = 0
@@ -87,7 +90,7 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
             if fault in ("between", "uncaught") and step == FAILS and comm.rank == 1:
                 raise ValueError("a bug")
             loss.backward()
-            if fault == "before the step" and step == FAILS and comm.rank == 1:
+            if fault in ("before the step", "before a compiled step") and step == FAILS and comm.rank == 1:
                 raise ValueError("a bug")
             optimizer.step()
             optimizer.zero_grad()
@@ -138,6 +141,7 @@ def test_what_all_ranks_have_completed_is_saved(tmp_path: Path, fault: str, thro
     [
         ("step", "rank 1: its exception came out of an optimizer's step"),
         ("before the step", "rank 0 has done 4 optimizer steps, and rank 1 3: their parts of the model are"),
+        ("before a compiled step", "rank 0 has done 4 optimizer steps, and rank 1 3: their parts of the model are"),
         ("before the average", "rank 0 has updated its averages [4] times, and rank 1 [3] times: their parts of"),
     ],
 )

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from flatparam_checkpoint.keys import Optimizers, averages_by_name, optimizers_by_name
 from flatparam_checkpoint.load.load_session import Loaded, load_checkpoint
 from flatparam_checkpoint.load.prepared_model import LoadOptions
-from flatparam_checkpoint.save.after_failure import WrittenBuffers, save_after_failure
+from flatparam_checkpoint.save.after_failure import StepWatch, save_after_failure
 from flatparam_checkpoint.save.save_session import Saver
 from flatparam_checkpoint.save.subject import Subject
 from flatparam_comm import CommError, telling
@@ -97,9 +97,7 @@ class Checkpointer:
         self._averages = of_model
         self._on_save_error = on_save_error
         self._subject = Subject(model, optimizers, self._ranks.rank, of_model)
-        # Rank 0 saves the buffers.
-        watched = model if self._ranks.rank == 0 else None
-        self._written = None if watched is None else WrittenBuffers(watched, optimizers.values())
+        self._watch = StepWatch(self._subject)
         self._saver = Saver(
             self._ranks,
             self._subject,
@@ -191,13 +189,14 @@ class Checkpointer:
             failure = sys.exc_info()[1]
             with holding_parts(*self._subject.optimizers.values()):
                 place = save_after_failure(
-                    self._saver, self._ranks, self._averages, failure, step, extra, rank_extra, seconds
+                    self._saver, self._ranks, self._subject, self._watch, failure, step, extra, rank_extra, seconds
                 )
         except (CheckpointError, CommError, FlatParamError) as error:
             warnings.warn(f"no last checkpoint was saved: {error}", stacklevel=2)
             return None
-        if self._written is not None:
-            self._written.tell()
+        # Rank 0 saves the buffers.
+        if self._ranks.rank == 0:
+            self._watch.tell()
         return place
 
     def wait(self) -> None:
@@ -267,7 +266,9 @@ class Checkpointer:
                 {"step": step, **attrs.asdict(options), "on_save_error": self._on_save_error},
                 lambda: self._check_averages("loaded"),
             )
-            return load_checkpoint(self._directory, self._ranks, self._subject, step, options)
+            loaded = load_checkpoint(self._directory, self._ranks, self._subject, step, options)
+            self._watch.begin()
+            return loaded
 
 
 @contextlib.contextmanager

@@ -5,22 +5,20 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import attrs
-from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatparam_checkpoint.agreement import some_of
 from flatparam_checkpoint.save.save_session import Saver
+from flatparam_checkpoint.save.subject import Subject
 from flatparam_comm import survivors_of
 from flatparam_files import CheckpointError
 from flatparam_files.checkpoint.fields import check_step
 from flatparam_runtime import Collectives, ExchangesValues, clean_fqn, untraced
-
-if TYPE_CHECKING:
-    from flatparam_state import ShardedEMA
 
 _HINT: Final = "resume from the latest checkpoint"
 
@@ -28,52 +26,75 @@ _HINT: Final = "resume from the latest checkpoint"
 @final
 @attrs.frozen
 class _Place:
-    """Where a rank stands: the optimizer steps that its process has done, and whether one was not completed."""
+    """Where a rank stands."""
 
     steps: int
+    """The optimizer steps that its process has done."""
+    watched: int
+    """Those that the checkpointer has seen, also of compiled ones."""
     is_in_step: bool
+    """Whether one was not completed."""
+    is_uncounted: bool
+    """Whether parameters have changed, and no step was seen: they were written by hand."""
     updates: Mapping[tuple[str, ...], int]
     """How often each average was updated."""
 
 
 @final
-class WrittenBuffers:
-    """Notices which buffers of a model's state were written after its optimizer's last step, as a forward pass does."""
+class StepWatch:
+    """Notices the steps of optimizers, and what was written after the last one, as a forward pass writes buffers."""
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Look at the buffers after each step of the optimizers that have hooks for it."""
-        self._places = [
+    def __init__(self, subject: Subject) -> None:
+        """Look from now on."""
+        self._subject = subject
+        self.steps = 0
+        modules = [] if subject.model is None else subject.model.named_modules()
+        self._buffers = [
             (clean_fqn(f"{path}.{name}" if path else name), module._buffers, name)
-            for path, module in model.named_modules()
+            for path, module in modules
             for name in module._buffers
             if name not in module._non_persistent_buffers_set
         ]
         self._at_step: dict[str, tuple[int, int]] = {}
-        look = weakref.WeakMethod(self._look)
+        self.begin()
+        noted = weakref.WeakMethod(self._note)
 
         @functools.partial(untraced, with_callees=False)
         def after_step(*_: object) -> None:
-            found = look()
-            if found is not None:
-                found()
+            note = noted()
+            if note is not None:
+                note()
 
-        for optimizer in optimizers if self._places else ():
-            if hasattr(optimizer, "register_step_post_hook"):
-                weakref.finalize(self, optimizer.register_step_post_hook(after_step).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
-    def _look(self) -> None:
-        self._at_step = self._now()
+    def begin(self) -> None:
+        """Take the parameters as they are now for those that a step begins with."""
+        self._at_first = self._parameters()
 
-    def _now(self) -> dict[str, tuple[int, int]]:
-        """Return the identity of each buffer, and how often it was written, by name."""
-        there = [(fqn, buffers.get(name)) for fqn, buffers, name in self._places]
+    def _note(self) -> None:
+        self.steps += 1
+        self._at_step = self._written_buffers()
+
+    def _parameters(self) -> list[int]:
+        """Return how often each parameter of the optimizers was written."""
+        groups = (group for each in self._subject.optimizers.values() for group in each.param_groups)
+        return [parameter._version for group in groups for parameter in group["params"]]
+
+    def _written_buffers(self) -> dict[str, tuple[int, int]]:
+        """Return the identity of each buffer of the state, and how often it was written, by name."""
+        there = [(fqn, buffers.get(name)) for fqn, buffers, name in self._buffers]
         # An inference tensor does not count.
         return {fqn: (id(it), it._version) for fqn, it in there if it is not None and not it.is_inference()}
 
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether parameters were written, and no optimizer has called its hooks."""
+        return not self.steps and self._parameters() != self._at_first
+
     def tell(self) -> None:
-        """Warn if some were written since the last step, with their names; before the first step nobody knows."""
+        """Warn if buffers were written since the last step, with their names; before the first step nobody knows."""
         before = self._at_step
-        names = [name for name, now in self._now().items() if before.get(name, now) != now]
+        names = [name for name, now in self._written_buffers().items() if before.get(name, now) != now]
         if names:
             warnings.warn(
                 f"the last checkpoint has the buffers {some_of(names, 3)} as they are now: they were written after the "
@@ -86,7 +107,8 @@ class WrittenBuffers:
 def save_after_failure(
     saver: Saver,
     ranks: ExchangesValues,
-    averages: Mapping[tuple[str, ...], ShardedEMA],
+    subject: Subject,
+    watch: StepWatch,
     error: BaseException | None,
     step: int,
     extra: Any,
@@ -108,8 +130,8 @@ def save_after_failure(
         )
     survivors = survivors_of(ranks, error, seconds)
     try:
-        updates = {at: each.updates for at, each in averages.items()}
-        place = _Place(survivors.steps, survivors.is_in_step, updates)
+        updates = {at: each.updates for at, each in subject.averages.items()}
+        place = _Place(survivors.steps, watch.steps, survivors.is_in_step, watch.is_uncounted, updates)
         places = survivors.exchange(place, label="meet for a last save")
         _check(places)
         return _save(saver.with_ranks(survivors), step, extra, rank_extra)
@@ -132,10 +154,18 @@ def _check(places: Sequence[_Place]) -> None:
                 rank=rank,
                 hint=_HINT,
             )
-        if place.steps != places[0].steps:
+        done = [max(each.steps, each.watched) for each in (places[0], place)]
+        if place.steps != places[0].steps or place.watched != places[0].watched:
             raise CheckpointError(
-                f"rank 0 has done {places[0].steps} optimizer steps, and rank {rank} {place.steps}: their parts of the "
-                "model are of different moments",
+                f"rank 0 has done {done[0]} optimizer steps, and rank {rank} {done[1]}: their parts of the model are "
+                "of different moments",
+                rank=rank,
+                hint=_HINT,
+            )
+        if place.is_uncounted:
+            raise CheckpointError(
+                f"rank {rank}: its parameters have changed, and no optimizer has stepped: if they are written by hand, "
+                "nobody knows whether the ranks' parts of the model are of one moment",
                 rank=rank,
                 hint=_HINT,
             )
