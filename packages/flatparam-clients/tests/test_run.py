@@ -159,7 +159,7 @@ def test_programs_that_are_not_there(folder: Path) -> None:
     status, _, errors = outcome(folder, "-m", "flatparam", "run", "nothing.py")
     assert (status, errors) == (
         2,
-        f"flatparam run: can't open file '{folder / 'nothing.py'}': No such file or directory\n",
+        f"flatparam: can't open file '{folder / 'nothing.py'}': No such file or directory\n",
     )
 
 

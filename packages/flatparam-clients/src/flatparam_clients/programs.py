@@ -128,7 +128,7 @@ def run_program(arguments: Sequence[str]) -> int:
             raise
         reach.has_ended_well = True
     except CannotRun as error:
-        sys.stderr.write(f"flatparam run: {error}\n")
+        sys.stderr.write(f"flatparam: {error}\n")
         return 2
     return 0
 

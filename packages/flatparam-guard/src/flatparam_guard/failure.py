@@ -122,6 +122,10 @@ class FailureReport:
         """Whether the program may catch the exception and go on."""
         return not (self.is_consequence or self.is_final or self.diverged)
 
+    def is_of(self, members: Sequence[int]) -> bool:
+        """Whether it is a failure of the group with these ranks: they diverge, or the culprit is one of them."""
+        return bool(self.diverged) or self.culprit in members
+
     def as_cause(self) -> RemoteFailure:
         """Return the cause of the errors that other ranks raise."""
         return RemoteFailure(self.kind, self.message, self.where, self.traceback, self.steps)

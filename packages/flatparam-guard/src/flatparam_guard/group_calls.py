@@ -316,10 +316,7 @@ class GroupCalls:
     def waits_in_vain_for(self, failure: FailureReport, begun: int | None = None, *, is_idle: bool = False) -> bool:
         """Whether collective `begun`, by default the last one here, cannot complete: the rank that failed lacks it.
 
-        Ranks that fail alike, after the same collective, and all go on, do not wait for each other in vain.
-
-        Args:
-            is_idle: the rank has issued nothing for so long that it is not taken to go on.
+        Ranks that fail alike, after the same collective, and all go on (not `is_idle`), do not wait in vain.
         """
         begun = self.begun if begun is None else begun
         if failure.is_death:
@@ -327,10 +324,6 @@ class GroupCalls:
         count = failure.issued.get(self.name, 0)
         is_alike = self.failed_at.count(count) >= max(1, failure.failures.get(self.name, 1))
         return begun > count and (failure.is_final or is_idle or not is_alike)
-
-    def is_broken_by(self, failure: FailureReport) -> bool:
-        """Whether a failure is this group's: its ranks diverge, or the culprit is one of them."""
-        return bool(failure.diverged) or failure.culprit in self.members
 
     def break_by(self, failure: FailureReport) -> None:
         """Make every wait and every later call on the group raise."""

@@ -117,7 +117,7 @@ class Relay:
         if not failure.issued:
             everything = [*self.calls.values()]
             for calls in everything if failure.is_consequence else ():
-                if not calls.is_broken_by(failure):
+                if not failure.is_of(calls.members):
                     calls.note_own_failure()
             failure = attrs.evolve(
                 failure,
@@ -293,7 +293,7 @@ class Relay:
         if not own.may_go_on:
             if self._said is not own:
                 return
-            everything = [calls for calls in everything if calls.name not in own.issued or not calls.is_broken_by(own)]
+            everything = [calls for calls in everything if calls.name not in own.issued or not own.is_of(calls.members)]
         issued = {calls.name: calls.issued for calls in everything}
         if any(count > own.issued.get(name, 0) for name, count in issued.items()):
             with self._changed:
@@ -403,7 +403,7 @@ class Relay:
                 elif calls.name not in failure.issued:
                     # The rank may be about to issue its first collective on this group.
                     since = max(since, calls.joined)
-                elif failure.is_consequence and calls.is_broken_by(failure):
+                elif failure.is_consequence and failure.is_of(calls.members):
                     mercy = 0.0
                 # Both have failed for a third rank's sake, but this one may have gone elsewhere.
                 is_idle = failure.is_consequence and now >= since + self.settings.idle

@@ -49,7 +49,7 @@ class StepWatch:
         self._subject = subject
         self.steps = 0
         modules = [] if subject.model is None else subject.model.named_modules()
-        self._buffers = [
+        self._places = [
             (clean_fqn(f"{path}.{name}" if path else name), module._buffers, name)
             for path, module in modules
             for name in module._buffers
@@ -82,7 +82,7 @@ class StepWatch:
 
     def _written_buffers(self) -> dict[str, tuple[int, int]]:
         """Return the identity of each buffer of the state, and how often it was written, by name."""
-        there = [(fqn, buffers.get(name)) for fqn, buffers, name in self._buffers]
+        there = [(fqn, buffers.get(name)) for fqn, buffers, name in self._places]
         # An inference tensor does not count.
         return {fqn: (id(it), it._version) for fqn, it in there if it is not None and not it.is_inference()}
 

@@ -129,8 +129,7 @@ class FlatBuffer:
         cls, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, pool: BufferPool | None = None
     ) -> Self:
         """Return a buffer for the unsharded `layout`, without memory at first."""
-        tensor = _empty(layout.numel, dtype, device)
-        buffer = cls(layout, tensor, layout.numel * dtype.itemsize, pool)
+        buffer = cls(layout, _empty(layout.numel, dtype, device), layout.numel * dtype.itemsize, pool)
         buffer.free()
         return buffer
 

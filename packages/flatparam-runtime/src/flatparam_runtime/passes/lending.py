@@ -7,12 +7,12 @@ import sys
 import weakref
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatparam_runtime.autograd import apart_from_checkpoints, dispatch_modes, in_backward, untraced, use_count
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.tree import UnitTree, tree_of
-from flatparam_runtime.unit import ForwardCall, Phase, Unit
+from flatparam_runtime.unit import ForwardCall, Phase, Unit, unit_of
 
 
 def lend_what_is_read(tree: UnitTree, watch: Callable[[UnitTree, Unit], None]) -> None:
@@ -23,24 +23,23 @@ def lend_what_is_read(tree: UnitTree, watch: Callable[[UnitTree, Unit], None]) -
     """
     for unit in tree.units:
         for number, handle in enumerate(unit.handles):
-            handle.exposure.reading = functools.partial(_read, weakref.ref(unit), number, watch)
+            handle.exposure.reading = functools.partial(_read, unit.held.reference, number, watch)
     tree.lends = True
 
 
 @functools.partial(untraced, with_callees=False)
 def _read(
-    reference: weakref.ReferenceType[Unit], number: int, watch: Callable[[UnitTree, Unit], None], index: int
+    reference: weakref.ReferenceType[nn.Module], number: int, watch: Callable[[UnitTree, Unit], None], index: int
 ) -> Tensor | None:
     """Return the full parameter `index` of a sharded unit, if a forward call or a backward pass reads it; None outside.
 
     The unit lends its parameters until that call is over, and again for the backward pass of the call; to what reads
     them in a backward pass, such as a hook or a recomputation, until it has done its own part, or the pass is over.
     """
-    unit = reference()
+    module = reference()
+    # Somebody may have kept a module inside of one that is gone.
+    unit = None if module is None else unit_of(module)
     if unit is None or unit.phase is Phase.INSPECTING or unit.held.calls or _is_for_words():
-        return None
-    if unit.held.reference() is None:
-        # Somebody has kept a module of a model that is gone.
         return None
     tree = tree_of(unit)
     reader, running = tree.innermost, tree.backward

@@ -118,8 +118,7 @@ class InnerCall(Generic[U]):
         self.covered: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        state = (self.unit, self.reference(), self.name, self.run, self.own, self.covered)
-        return _new, (), state
+        return _new, (), (self.unit, self.reference(), self.name, self.run, self.own, self.covered)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.unit, module, self.name, self.run, self.own, self.covered = state
