@@ -74,6 +74,8 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
     if fault == "before a compiled step":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.step = torch.compile(optimizer.step, backend="eager")
+    # One rank trains something else beside it.
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1) if comm.rank == 0 else None
     averages = ShardedEMA(model, 0.9) if fault == "before the average" else None
     checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, averages=averages, ranks=collectives)
     step = 0
@@ -94,6 +96,8 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
                 raise ValueError("a bug")
             optimizer.step()
             optimizer.zero_grad()
+            if other is not None:
+                other.step()
             if fault == "before the average" and step == FAILS and comm.rank == 1:
                 raise ValueError("a bug")
             if averages is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatparam_checkpoint.agreement import some_of
@@ -30,8 +31,8 @@ class _Place:
 
     steps: int
     """The optimizer steps that its process has done."""
-    watched: int
-    """Those that the checkpointer has seen, also of compiled ones."""
+    watched: Mapping[tuple[str, ...], int]
+    """Those of each optimizer that is saved, also compiled ones, if the rank has a part of what it steps."""
     is_in_step: bool
     """Whether one was not completed."""
     is_uncounted: bool
@@ -47,7 +48,8 @@ class StepWatch:
     def __init__(self, subject: Subject) -> None:
         """Look from now on."""
         self._subject = subject
-        self.steps = 0
+        self._steps = dict.fromkeys(subject.optimizers, 0)
+        self._has_seen_any = False
         modules = [] if subject.model is None else subject.model.named_modules()
         self._places = [
             (clean_fqn(f"{path}.{name}" if path else name), module._buffers, name)
@@ -60,10 +62,10 @@ class StepWatch:
         noted = weakref.WeakMethod(self._note)
 
         @functools.partial(untraced, with_callees=False)
-        def after_step(*_: object) -> None:
+        def after_step(optimizer: Any, *_: object) -> None:
             note = noted()
             if note is not None:
-                note()
+                note(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
@@ -71,14 +73,15 @@ class StepWatch:
         """Take the parameters as they are now for those that a step begins with."""
         self._at_first = self._parameters()
 
-    def _note(self) -> None:
-        self.steps += 1
+    def _note(self, optimizer: Any) -> None:
+        self._has_seen_any = True
+        for at, each in self._subject.optimizers.items():
+            self._steps[at] += each is optimizer
         self._at_step = self._written_buffers()
 
     def _parameters(self) -> list[int]:
         """Return how often each parameter of the optimizers was written."""
-        groups = (group for each in self._subject.optimizers.values() for group in each.param_groups)
-        return [parameter._version for group in groups for parameter in group["params"]]
+        return [each._version for optimizer in self._subject.optimizers.values() for each in _held_by(optimizer)]
 
     def _written_buffers(self) -> dict[str, tuple[int, int]]:
         """Return the identity of each buffer of the state, and how often it was written, by name."""
@@ -87,9 +90,15 @@ class StepWatch:
         return {fqn: (id(it), it._version) for fqn, it in there if it is not None and not it.is_inference()}
 
     @property
+    def steps(self) -> dict[tuple[str, ...], int]:
+        """The steps of each optimizer that is saved, and has elements here: others need not step."""
+        own = self._subject.optimizers.items()
+        return {at: self._steps[at] for at, each in own if any(map(Tensor.numel, _held_by(each)))}
+
+    @property
     def is_uncounted(self) -> bool:
-        """Whether parameters were written, and no optimizer has called its hooks."""
-        return not self.steps and self._parameters() != self._at_first
+        """Whether parameters were written, and no optimizer of torch has stepped."""
+        return not self._has_seen_any and self._parameters() != self._at_first
 
     def tell(self) -> None:
         """Warn if buffers were written since the last step, with their names; before the first step nobody knows."""
@@ -102,6 +111,10 @@ class StepWatch:
                 "repeated counts twice in them",
                 stacklevel=3,
             )
+
+
+def _held_by(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def save_after_failure(
@@ -154,14 +167,15 @@ def _check(places: Sequence[_Place]) -> None:
                 rank=rank,
                 hint=_HINT,
             )
-        done = [max(each.steps, each.watched) for each in (places[0], place)]
-        if place.steps != places[0].steps or place.watched != places[0].watched:
-            raise CheckpointError(
-                f"rank 0 has done {done[0]} optimizer steps, and rank {rank} {done[1]}: their parts of the model are "
-                "of different moments",
-                rank=rank,
-                hint=_HINT,
-            )
+        counted = {at: (places[0].watched.get(at, steps), steps) for at, steps in place.watched.items()}
+        for first, other in ((places[0].steps, place.steps), *counted.values()):
+            if other != first:
+                raise CheckpointError(
+                    f"rank 0 has done {first} optimizer steps, and rank {rank} {other}: their parts of the model are "
+                    "of different moments",
+                    rank=rank,
+                    hint=_HINT,
+                )
         if place.is_uncounted:
             raise CheckpointError(
                 f"rank {rank}: its parameters have changed, and no optimizer has stepped: if they are written by hand, "
