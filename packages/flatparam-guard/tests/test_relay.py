@@ -456,8 +456,9 @@ def _goes_on_without_it(comm: ProcessGroupCollectives, directory: str, how: str)
             pair.all_reduce(torch.ones(4), label="without it").wait()
         assert raised.value.rank == 2
     else:
-        # Longer than others have mercy with a rank that has failed and does nothing.
-        time.sleep(RelaySettings().mercy + 0.5)
+        # Longer than others have mercy with a rank that has failed and does nothing, or take a wait for a vain one.
+        settings = RelaySettings()
+        time.sleep(settings.mercy + 0.5 + comm.rank * (2 * settings.stand + 0.5))
         for _ in range(2):
             _steps(pair)
             with pytest.raises(PeerError, match="is broken, since rank 2 failed first"):

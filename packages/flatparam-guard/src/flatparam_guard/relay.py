@@ -413,6 +413,9 @@ class Relay:
 
     def _look_at_waits(self, question: int = 0) -> None:
         own = self._own
+        if own is not None and own.is_consequence and not own.is_final:
+            # On groups without the culprit it may go on.
+            own = own if time.monotonic() >= self._due + self.settings.idle else None
         is_told = own is not None and self._said is own
         self._stands.look([*self.calls.values()], own, is_told=is_told, question=question)
         asked = self._stands.ask()

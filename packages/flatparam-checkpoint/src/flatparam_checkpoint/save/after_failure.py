@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -79,9 +80,10 @@ class StepWatch:
             self._steps[at] += each is optimizer
         self._at_step = self._written_buffers()
 
-    def _parameters(self) -> list[int]:
-        """Return how often each parameter of the optimizers was written."""
-        return [each._version for optimizer in self._subject.optimizers.values() for each in _held_by(optimizer)]
+    def _parameters(self) -> dict[int, int]:
+        """Return how often each parameter of the optimizers was written, by its identity."""
+        held = itertools.chain(*map(_held_by, self._subject.optimizers.values()))
+        return {id(each): each._version for each in held}
 
     def _written_buffers(self) -> dict[str, tuple[int, int]]:
         """Return the identity of each buffer of the state, and how often it was written, by name."""
@@ -98,7 +100,8 @@ class StepWatch:
     @property
     def is_uncounted(self) -> bool:
         """Whether parameters were written, and no optimizer of torch has stepped."""
-        return not self._has_seen_any and self._parameters() != self._at_first
+        before = self._at_first
+        return not self._has_seen_any and any(before.get(it, now) != now for it, now in self._parameters().items())
 
     def tell(self) -> None:
         """Warn if buffers were written since the last step, with their names; before the first step nobody knows."""
