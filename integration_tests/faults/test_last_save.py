@@ -75,7 +75,8 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.step = torch.compile(optimizer.step, backend="eager")
     # One rank trains something else beside it.
-    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1) if comm.rank == 0 else None
+    has_other = comm.rank == 0 and fault != "before a step by hand"
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1) if has_other else None
     averages = ShardedEMA(model, 0.9) if fault == "before the average" else None
     checkpointer = Checkpointer(Path(directory, "run"), model, optimizer, averages=averages, ranks=collectives)
     step = 0
@@ -92,9 +93,14 @@ def _train(comm: ProcessGroupCollectives, directory: str, fault: str, through: s
             if fault in ("between", "uncaught") and step == FAILS and comm.rank == 1:
                 raise ValueError("a bug")
             loss.backward()
-            if fault in ("before the step", "before a compiled step") and step == FAILS and comm.rank == 1:
+            if fault.startswith("before") and fault != "before the average" and step == FAILS and comm.rank == 1:
                 raise ValueError("a bug")
-            optimizer.step()
+            if fault == "before a step by hand":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.sub_(0.1)
+            else:
+                optimizer.step()
             optimizer.zero_grad()
             if other is not None:
                 other.step()
@@ -146,6 +152,7 @@ def test_what_all_ranks_have_completed_is_saved(tmp_path: Path, fault: str, thro
         ("step", "rank 1: its exception came out of an optimizer's step"),
         ("before the step", "rank 0 has done 4 optimizer steps, and rank 1 3: their parts of the model are"),
         ("before a compiled step", "rank 0 has done 4 optimizer steps, and rank 1 3: their parts of the model are"),
+        ("before a step by hand", "rank 0: its parameters have changed, and no optimizer has stepped"),
         ("before the average", "rank 0 has updated its averages [4] times, and rank 1 [3] times: their parts of"),
     ],
 )

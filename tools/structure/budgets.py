@@ -32,7 +32,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-clients": Budget(3_691, 8_000),
     "flatparam-files": Budget(8_000, 8_000),
     "flatparam-certify": Budget(2_962, 8_000),
-    "flatparam-checkpoint": Budget(3_371, 8_000),
+    "flatparam-checkpoint": Budget(3_387, 8_000),
     "flatparam-guard": Budget(3_141, 8_000),
     "flatparam-meshes": Budget(1_055, 8_000),
     "flatparam-onehost": Budget(1_275, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(108, 110),
-    "lines": Budget(70_207, 52_000),
+    "lines": Budget(70_223, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

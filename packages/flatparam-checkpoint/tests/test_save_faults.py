@@ -18,6 +18,8 @@ import torch.optim.optimizer as optimizers
 from each_row import each_row
 
 from flatparam_checkpoint import Checkpointer
+from flatparam_checkpoint.save.after_failure import _WATCHES, StepWatch
+from flatparam_checkpoint.save.subject import Subject
 from flatparam_comm import Collectives, RankError
 from flatparam_comm.testing import run_threads
 from flatparam_files import CheckpointError, Moment, open_checkpoint, verify_checkpoint
@@ -527,16 +529,38 @@ def test_a_last_save_says_if_the_failed_step_has_written_buffers(has_begun: bool
     assert [named in str(each.message) for each in told] == [True] * has_begun
 
 
+def test_parameters_that_were_written_by_hand_are_noticed() -> None:
+    """If no optimizer steps, nobody counts; parameters that came later, or a loaded model, are no such change."""
+    model, late = Normed(), torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = StepWatch(Subject(model, {("optimizer",): optimizer}, 0))
+    optimizer.add_param_group({"params": [late]})
+    assert not watch.is_uncounted
+    with torch.no_grad():
+        model.out.weight.add_(1)
+    assert watch.is_uncounted
+    watch.begin()
+    assert not watch.is_uncounted
+    optimizer.step()
+    with torch.no_grad():
+        model.out.weight.add_(1)
+    assert not watch.is_uncounted
+    assert watch.steps == {("optimizer",): 1}
+
+
 def test_the_hook_of_a_checkpointer_goes_with_it(tmp_path: Path) -> None:
-    """A program that makes one for each save has no more hooks than checkpointers that live."""
+    """A program that makes one for each save has one hook for all, which torch may go through as they come and go."""
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = Checkpointer(tmp_path, model, optimizer, ranks=ALONE)
     gc.collect()
-    before = len(optimizers._global_optimizer_post_hooks)
+    before = len(optimizers._global_optimizer_post_hooks), len(_WATCHES)
     for _ in range(3):
         Checkpointer(tmp_path, model, optimizer, ranks=ALONE)
+    assert len(optimizers._global_optimizer_post_hooks) == before[0]
     gc.collect()
-    assert len(optimizers._global_optimizer_post_hooks) == before
+    assert len(_WATCHES) == before[1]
+    kept.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -301,9 +301,9 @@ class Counting(ForwardingCollectives):
 
 def test_a_state_of_the_first_rank_takes_one_collective_a_tensor(use_orig_params: bool) -> None:
     """Ranks talk about the whole of it, not about each tensor: over many hosts a word costs as much as a small one."""
-    saved = run_threads(2, lambda ranks: optimizer_state_dict(*sharded(ranks, adam, use_orig_params=use_orig_params)))[
-        0
-    ]
+    saved, _ = run_threads(
+        2, lambda ranks: optimizer_state_dict(*sharded(ranks, adam, use_orig_params=use_orig_params))
+    )
     tensors = sum(
         isinstance(v, torch.Tensor) and v.dim() > 0 for each in saved["state"].values() for v in each.values()
     )

@@ -181,7 +181,8 @@ class Checkpointer:
         Returns:
             The directory where the checkpoint is, or None with a warning that says why there is none: a rank has not
             come (its process has ended), its exception came out of an optimizer's step, ranks have done different
-            numbers of steps or of updates of an average, or the save has failed. What was saved before is as it was.
+            numbers of steps or of updates of an average, parameters were written by hand, or the save has failed. What
+            was saved before is as it was. Buffers that the failed step has written are saved, with another warning.
         """
         self._saver.cancel()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -60,21 +61,16 @@ class StepWatch:
         ]
         self._at_step: dict[str, tuple[int, int]] = {}
         self.begin()
-        noted = weakref.WeakMethod(self._note)
-
-        @functools.partial(untraced, with_callees=False)
-        def after_step(optimizer: Any, *_: object) -> None:
-            note = noted()
-            if note is not None:
-                note(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        with _LOCK:
+            _call_after_steps()
+            _WATCHES.add(self)
 
     def begin(self) -> None:
         """Take the parameters as they are now for those that a step begins with."""
         self._at_first = self._parameters()
 
-    def _note(self, optimizer: Any) -> None:
+    def note(self, optimizer: Any) -> None:
+        """Count a step of `optimizer`, which has just ended."""
         self._has_seen_any = True
         for at, each in self._subject.optimizers.items():
             self._steps[at] += each is optimizer
@@ -114,6 +110,25 @@ class StepWatch:
                 "repeated counts twice in them",
                 stacklevel=3,
             )
+
+
+_WATCHES: Final[weakref.WeakSet[StepWatch]] = weakref.WeakSet()
+_LOCK: Final = threading.Lock()
+"""Ranks that are threads make watches, and step, at the same time."""
+
+
+@functools.cache
+def _call_after_steps() -> None:
+    """Have every watch told of each step, by one hook: torch may go through its hooks while watches come and go."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+@untraced
+def _after_step(optimizer: Any, *_: object) -> None:
+    with _LOCK:
+        watches = [*_WATCHES]
+    for watch in watches:
+        watch.note(optimizer)
 
 
 def _held_by(optimizer: Any) -> list[Tensor]:

@@ -137,7 +137,7 @@ class _Machine:
             stack.append(_CONTAINERS[opcode]())
         elif opcode in _TUPLES:
             self._budget.take(_CONTAINER_NBYTES)
-            stack.append(tuple([stack.pop() for _ in range(_TUPLES[opcode])][::-1]))
+            stack.append(tuple(reversed([stack.pop() for _ in range(_TUPLES[opcode])])))
         else:
             self._rarer_step(opcode, argument)
 

@@ -225,8 +225,9 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
             at = window.start + _data_offset(window, info)
             storages[name] = Storage(path, at, info.file_size, info.CRC, sound)
         check_apart(storages.values(), "of its records")
-    for storage in (each for name, each in storages.items() if not name.startswith("data/")):
-        _record(storage)
+    with ByteFile(path) as whole:
+        for storage in (each for name, each in storages.items() if not name.startswith("data/")):
+            storage.check(whole)
     order = _record(storages["byteorder"]) if "byteorder" in storages else b"little"
     if order != b"little":
         raise ValueError(f"its byte order is {order!r}, and only little-endian files can be read")
@@ -247,7 +248,6 @@ def _read(window: _Window, path: Path, names: AdmittedNames, what: str) -> Archi
 
 def _record(storage: Storage) -> bytes:
     with ByteFile(storage.file) as file:
-        storage.check(file)
         return bytes(file.read(storage.start, storage.nbytes))
 
 

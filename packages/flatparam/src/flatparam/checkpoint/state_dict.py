@@ -322,12 +322,12 @@ def _with_tied_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str,
     """Return a state in which a tied parameter has all of its names, if it has one: files have it once."""
     tied = (names for place in places_in(model) for names in place.names if len(names) > 1)
     more = {name: state[known] for names in tied for known in names if known in state for name in names}
-    lacking = more.keys() - state.keys()
+    lacking = {name: value for name, value in more.items() if name not in state}
     if not lacking:
         return state
     # A copy has the versions of modules, too, which torch keeps beside the entries.
     full: Any = copy.copy(state)
-    full.update({name: more[name] for name in lacking})
+    full.update(lacking)
     return cast("Mapping[str, Any]", full)
 
 
@@ -407,13 +407,13 @@ def _by_parameter(flat: Mapping[str, Any], prefix: str, fqns: set[str]) -> dict[
     """Return the nested entries of each parameter, of keys that begin with `prefix` and its name."""
     nested: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        *path, name = key.removeprefix(prefix).split(".") if key.startswith(prefix) else ("",)
-        for end in range(1, len(path) + 1):
-            fqn = ".".join(path[:end])
+        parts = key.removeprefix(prefix).split(".") if key.startswith(prefix) else []
+        for end in range(1, len(parts)):
+            fqn = ".".join(parts[:end])
             if fqn in fqns:
                 target = nested.setdefault(fqn, {})
-                for part in path[end:]:
+                for part in parts[end:-1]:
                     target = target.setdefault(part, {})
-                target[name] = value
+                target[parts[-1]] = value
                 break
     return nested
