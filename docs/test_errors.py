@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.optim.swa_utils import AveragedModel
 
 from flatparam import (
@@ -537,8 +538,8 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "replaced an original by one of a different shape": replaced_original,
     },
     "Sharding in place": {
-        "passed `shard_placement_fn` to `fully_shard`": lambda: our_fully_shard(
-            nn.Linear(2, 2), mesh=ALONE, shard_placement_fn=lambda parameter: None
+        "passed a `shard_placement_fn` that cuts the second dimension": lambda: our_fully_shard(
+            nn.Linear(2, 2), mesh=ALONE, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1)
         ),
         "passed `dp_mesh_dims` to `fully_shard`": lambda: our_fully_shard(
             nn.Linear(2, 2), mesh=ALONE, dp_mesh_dims="shard"

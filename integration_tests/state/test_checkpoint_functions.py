@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -285,6 +286,30 @@ def test_an_optimizer_state_that_does_not_fit_one_rank(group: Collectives, files
         mine().set_optimizer_state_dict(model, optimizer, state, options=options(full_state_dict=True))
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not optimizer.state
+
+
+@on_ranks(2, originals=BOTH)
+def test_states_are_loaded_together(group: Collectives, files: Files, originals: bool) -> None:
+    """If the state of the model or that of its optimizer does not fit, `set_state_dict` loads neither."""
+    local, local_optimizer = restored_plain(originals)
+    weights, moments = theirs.get_state_dict(local, local_optimizer)
+    other = copy.deepcopy(moments)
+    other["state"]["gain"]["exp_avg"] = torch.zeros(3)
+    model = wrapped(originals, seed=1)
+    optimizer = adamw(model.parameters(), lr=0.5)
+    before = full_state(model)
+    lacking = {name: value for name, value in weights.items() if name != "gain"}
+    for of_model, of_optimizer in ((weights, other), (lacking, moments)):
+        with pytest.raises(RuntimeError, match="gain"):
+            mine().set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=of_model,
+                optim_state_dict=of_optimizer,
+                options=options(full_state_dict=True),
+            )
+        assert_model(full_state(model), before)
+        assert not optimizer.state
 
 
 class Renaming(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 
 import flatparam
 from flatparam import (
@@ -110,7 +111,12 @@ def test_groups_of_collectives() -> None:
 @each_row(
     ("arguments", "error", "text"),
     [
-        ({"shard_placement_fn": lambda parameter: None}, ValueError, "shard_placement_fn: .* leave it out"),
+        (
+            {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() > 1 else None},
+            ValueError,
+            r"expected None or Shard\(0\) for '.*weight', found Shard\(dim=1\): .* leave the function out",
+        ),
+        ({"shard_placement_fn": lambda parameter: 0}, ValueError, r"expected None or Shard\(0\) for '.*', found 0"),
         ({"dp_mesh_dims": "shard"}, ValueError, "dp_mesh_dims: pass"),
         ({"reshard_after_forward": 3}, ValueError, "a divisor of the 4 ranks"),
         ({"reshard_after_forward": 2}, ValueError, "does not reshard to a part of the 4 ranks"),
@@ -137,6 +143,24 @@ def test_refused_arguments(arguments: dict[str, Any], error: type[Exception], te
         assert facts_of(model) == before
 
     on_ranks(4, rank)
+
+
+def test_a_placement_that_is_so_anyway() -> None:
+    """A function that has every parameter cut as it is anyway is accepted, and asked of those of this call's units."""
+
+    def rank(ranks: Collectives) -> None:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4), nn.Linear(4, 1))
+        fully_shard(model[0])
+        asked: list[tuple[int, ...]] = []
+
+        def place(parameter: nn.Parameter) -> Shard | None:
+            asked.append(tuple(parameter.shape))
+            return Shard(0) if parameter.dim() > 1 else None
+
+        fully_shard(model, shard_placement_fn=place, ignored_params=iter(model[1].parameters()))
+        assert asked == [(1, 4), (1,)]
+
+    on_ranks(2, rank)
 
 
 def test_refused_modules() -> None:

@@ -195,30 +195,7 @@ def set_optimizer_state_dict(
         RuntimeError: on every rank, before anything is loaded, if a trained parameter has no state and the options are
             strict, or if the state of some rank does not fit.
     """
-    options = _checked(options)
-    loads: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
-    without: list[str] = []
-    error = None
-    try:
-        for optimizer in _several(optimizers):
-            state, lacking = _to_load(model, optimizer, optim_state_dict, options)
-            loads.append((optimizer, state))
-            without += lacking
-    except FlatParamError as caught:
-        error = caught
-    told = all_of(model).exchange((without, str(error or "")), label="what does not fit")
-    if error is not None:
-        raise error
-    refused = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
-    if refused:
-        raise FlatParamError("; ".join(refused))
-    without = list(dict.fromkeys(fqn for lacking, _ in told for fqn in lacking))
-    if options.strict and without:
-        raise FlatParamError(
-            f"the optimizer state has nothing for the trained parameters {', '.join(map(repr, without))}; load it with "
-            "StateDictOptions(strict=False) to leave them without"
-        )
-    for optimizer, state in loads:
+    for optimizer, state in _to_load_by(model, optimizers, optim_state_dict, _checked(options)):
         optimizer.load_state_dict(state)
 
 
@@ -233,10 +210,13 @@ def set_state_dict(
 ) -> Any:
     """Load the model's state and the optimizers' state, and return the missing and unexpected keys of the model.
 
-    An empty model state is none, so that the optimizers' state is loaded alone.
+    An empty model state is none, so that the optimizers' state is loaded alone. If one of the two does not fit, neither
+    is loaded.
     """
+    loads = _to_load_by(model, optimizers, optim_state_dict, _checked(options))
     incompatible = set_model_state_dict(model, model_state_dict, options=options)
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    for optimizer, state in loads:
+        optimizer.load_state_dict(state)
     return incompatible
 
 
@@ -333,6 +313,38 @@ def _with_tied_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str,
 
 def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> Sequence[Any]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+
+
+def _to_load_by(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions,
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return what each optimizer loads of the state; refused on every rank if that of some rank does not fit."""
+    loads: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+    without: list[str] = []
+    error = None
+    try:
+        for optimizer in _several(optimizers):
+            state, lacking = _to_load(model, optimizer, optim_state_dict, options)
+            loads.append((optimizer, state))
+            without += lacking
+    except FlatParamError as caught:
+        error = caught
+    told = all_of(model).exchange((without, str(error or "")), label="what does not fit")
+    if error is not None:
+        raise error
+    refused = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if refused:
+        raise FlatParamError("; ".join(refused))
+    without = list(dict.fromkeys(fqn for lacking, _ in told for fqn in lacking))
+    if options.strict and without:
+        raise FlatParamError(
+            f"the optimizer state has nothing for the trained parameters {', '.join(map(repr, without))}; load it with "
+            "StateDictOptions(strict=False) to leave them without"
+        )
+    return loads
 
 
 def _to_load(

@@ -155,7 +155,7 @@ def fully_shard(
             or what `process_group` of `FullyShardedDataParallel` takes; `None`: the default group, or that of threads.
         reshard_after_forward: `True` frees full parameters between forward and backward; `False` keeps them; `None`
             keeps those of the outermost module. The number of ranks of the shard group means `True`, 1 means `False`.
-        shard_placement_fn: must be `None`: a flat parameter has no dimension to choose.
+        shard_placement_fn: may be given if it returns `None` or `Shard(0)`: no different dimension can be cut.
         mp_policy: the dtypes, as a `MixedPrecisionPolicy` of flatparam or of torch.
         offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
@@ -172,16 +172,14 @@ def fully_shard(
     Raises:
         ValueError, TypeError: for arguments that do not fit each other or the module, naming them; nothing is changed.
     """
-    if shard_placement_fn is not None:
-        raise ValueError(
-            "shard_placement_fn: flatparam cuts the flat parameter of a unit, which has one dimension; leave it out"
-        )
     if dp_mesh_dims is not None:
         raise ValueError("dp_mesh_dims: pass them as the mesh: mesh=mesh['shard'], or mesh=mesh['replicate', 'shard']")
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         _check_module(each)
     ignored = None if ignored_params is None else list(ignored_params)
+    if shard_placement_fn is not None:
+        _check_placements(modules, ignored or (), shard_placement_fn)
     found = [
         resolve_in_place(
             each,
@@ -240,6 +238,24 @@ def _check_module(module: Any) -> None:
                 f"fully_shard: {child_name or name!r} is sharded by torch's FSDP already; use flatparam's fully_shard "
                 "for every module"
             )
+
+
+def _check_placements(
+    modules: Iterable[nn.Module], ignored: Sequence[nn.Parameter], place: Callable[[nn.Parameter], Any]
+) -> None:
+    """Check that no parameter that is to be sharded is to be cut along a different dimension than the first.
+
+    Raises:
+        ValueError: naming the parameter that is.
+    """
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        if holder_of_parameter(parameter) is None and not any(parameter is each for each in ignored):
+            placement = place(parameter)
+            if placement is not None and not (hasattr(placement, "is_shard") and placement.is_shard(0)):
+                raise ValueError(
+                    f"shard_placement_fn: expected None or Shard(0) for {name!r}, found {placement!r}: flatparam cuts "
+                    "no different dimension than the first; leave the function out"
+                )
 
 
 def _check_can_be_made(module: nn.Module, resolved: Resolved) -> None:
