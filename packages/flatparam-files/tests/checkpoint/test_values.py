@@ -79,7 +79,7 @@ def test_parameters_come_back_as_tensors() -> None:
 
 @each_row(
     "value",
-    [object(), print, partial(print), nn.Linear(1, 1), np.array(["text"]), type, torch.ones(2).to_sparse(),
+    [object(), print, partial(print), nn.Linear(1, 1), np.array(["text"]), np.arange(3, dtype=">i4"), type, torch.ones(2).to_sparse(),
      torch.ones(1, device="meta"), np.datetime64("2020-01-01"), bytearray(b"a"), iter([])],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

@@ -130,6 +130,26 @@ def test_export_to_hugging_face(flatparam: Caller) -> None:
         assert info.dtype == torch.bfloat16
 
 
+def test_what_a_command_that_was_killed_has_left(flatparam: Caller) -> None:
+    """Nobody else removes it, so the same command names it when it is run again."""
+    left = flatparam.directory / ".y.pt.1.incomplete"
+    left.write_bytes(b"half")
+    found = flatparam("export", "@run", "@y.pt", "--to", "torch")
+    assert found.status == 0
+    assert f"warning: {left} is of a command that was killed: remove it" in found.err
+    assert left.exists()
+
+
+def test_elements_that_a_dtype_cannot_hold(flatparam: Caller) -> None:
+    """Finite elements that become infinite are a warning that names each tensor, on one line; others are none."""
+    large, small = torch.tensor([1e6, torch.inf, 1.0]), torch.tensor([6e4, -torch.inf, torch.nan])
+    torch.save({"large": large, "small": small, "whole": torch.tensor([10**6])}, flatparam.directory / "x.pt")
+    found = flatparam("export", "@x.pt", "@y.pt", "--to", "torch", "--dtype", "fp16")
+    assert (found.status, found.err.count("warning")) == (0, 1)
+    assert "'model/large' has elements that are finite, and too large for torch.float16" in found.err
+    assert flatparam("export", "@x.pt", "@z.pt", "--to", "torch", "--dtype", "bf16").err == ""
+
+
 def test_torch_loads_an_export(flatparam: Caller) -> None:
     """A model alone is what `load_state_dict` takes."""
     assert flatparam("export", "@run", "@m.pt", "--to", "torch", "--only", "model").status == 0

@@ -50,6 +50,15 @@ def test_elements(flatparam: Caller) -> None:
     assert flatparam("diff", "@run", "@b.pt", "--quiet").out == ""
 
 
+def test_elements_without_a_distance(flatparam: Caller) -> None:
+    """Infinities of two signs, and NaN and a number, are infinitely far apart, whatever the tolerance."""
+    for name, values in (("x.pt", [torch.inf, torch.nan, 1.0]), ("y.pt", [-torch.inf, 5.0, 1.0])):
+        torch.save({"w": torch.tensor(values)}, flatparam.directory / name)
+    for tolerance in ("0", "10", "1e308"):
+        found = flatparam("diff", "@x.pt", "@y.pt", "--tolerance", tolerance)
+        assert found.out == "model/w: 2 of 3 elements differ, by at most inf (at [0])\n"
+
+
 @pytest.mark.parametrize(("tolerance", "status"), [("0", 1), ("0.1", 1), ("0.26", 0)])
 def test_tolerance(tolerance: str, status: int, flatparam: Caller) -> None:
     """Elements that are no further apart than the tolerance do not differ."""
@@ -111,9 +120,9 @@ def test_many_differences(flatparam: Caller) -> None:
     assert len(flatparam("diff", "@x.pt", "@y.pt", "--all").out.splitlines()) == 30
 
 
-@pytest.mark.parametrize("tolerance", ["-1", "nan", "much"])
+@pytest.mark.parametrize("tolerance", ["-1", "nan", "inf", "much"])
 def test_wrong_tolerances(tolerance: str, flatparam: Caller) -> None:
-    """A tolerance that is no number of at least 0 is refused."""
+    """A tolerance that is no finite number of at least 0 is refused."""
     assert flatparam("diff", "@run", "@run", f"--tolerance={tolerance}").status == 2
 
 

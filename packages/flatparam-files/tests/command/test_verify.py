@@ -73,6 +73,12 @@ def test_nothing_to_verify(flatparam: Caller) -> None:
     assert flatparam("verify").status == 2
 
 
+def test_a_manifest_stands_for_its_checkpoint(flatparam: Caller) -> None:
+    """The path of a manifest is that of the directory around it."""
+    (manifest,) = flatparam.directory.glob("run/**/manifest.json")
+    assert flatparam("verify", manifest) == flatparam("verify", manifest.parent)
+
+
 def test_a_part_cannot_be_verified(flatparam: Caller) -> None:
     """A checkpoint is verified as a whole, so --only is refused rather than ignored."""
     assert flatparam("verify", "@run", "--only", "model").status == 2

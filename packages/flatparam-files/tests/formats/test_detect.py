@@ -65,5 +65,8 @@ def test_a_folder_of_an_adapter(tmp_path: Path) -> None:
     save_file({"base.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert list(open_source(tmp_path).tensors) == ["model/base.lora_A.weight"]
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
     assert list(open_source(tmp_path).tensors) == ["model/w"]
+    save_file({"v": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(open_source(tmp_path).tensors) == ["model/v"]

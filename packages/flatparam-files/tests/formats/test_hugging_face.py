@@ -72,6 +72,22 @@ def test_a_single_file_by_name(tmp_path: Path) -> None:
     assert len(open_source(tmp_path / "m.safetensors").tensors) == len(awkward()) - 1
 
 
+@each_row("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_one_file_before_shards(kind: str, tmp_path: Path) -> None:
+    """In a folder that has one file and an index it is the file that counts, as with transformers, which leaves both."""
+    shard = "shard.safetensors" if kind.endswith("s") else "shard.bin"
+    for name, value in ((kind, 1.0), (shard, 2.0)):
+        model = {"w": torch.full((2,), value)}
+        if kind.endswith("s"):
+            safetensors.torch.save_file(model, tmp_path / name)
+        else:
+            torch.save(model, tmp_path / name)
+    (tmp_path / f"{kind}.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    assert whole(open_source(tmp_path), "model/w").tolist() == [1.0, 1.0]
+    (tmp_path / shard).unlink()
+    assert whole(open_source(tmp_path), "model/w").tolist() == [1.0, 1.0]
+
+
 def test_what_the_library_wrote(tmp_path: Path) -> None:
     """A file of the safetensors library is read bit for bit, and said to have no checksums."""
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in awkward().items()}

@@ -121,7 +121,7 @@ class _Encoder:
         if numpy is not None and type(value) is numpy.ndarray:
             try:
                 return self._tensor("$ndarray", torch.from_numpy(value.copy()), at)
-            except TypeError:
+            except (TypeError, ValueError):
                 raise _refused(at, f"an array of {value.dtype}, which torch does not have") from None
         if numpy is not None and isinstance(value, numpy.generic) and value.dtype.name in _NUMPY_SCALARS:
             return {"$numpy": [value.dtype.name, self.encode(value.item(), at)]}

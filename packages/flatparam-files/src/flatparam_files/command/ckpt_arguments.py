@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -147,11 +148,8 @@ def _add_reading(added: argparse.ArgumentParser, *, parts: bool = True, pair: bo
     if parts:
         added.add_argument("--only", choices=PARTS, action="append", help="leave out the other parts; can be repeated")
     if pair:
-        for name, text in (
-            ("--model", "the model's file, if the optimizer's is separate"),
-            ("--optimizer", "the optimizer's file beside that of --model"),
-        ):
-            added.add_argument(name, metavar="PATH", type=existing, help=text)
+        added.add_argument("--model", metavar="PATH", type=existing, help="the model's file, without the optimizer's")
+        added.add_argument("--optimizer", metavar="PATH", type=existing, help="the optimizer's file, beside --model")
 
 
 def _add_progress(added: argparse.ArgumentParser) -> None:
@@ -194,9 +192,7 @@ def nbytes_of(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 512MiB, found {text!r}")
     number, unit, binary = found.groups()
-    factor = _UNITS[unit.upper()]
-    if binary:
-        factor = 1024 ** list(_UNITS).index(unit.upper())
+    factor = 1024 ** list(_UNITS).index(unit.upper()) if binary else _UNITS[unit.upper()]
     nbytes = int(float(number) * factor)
     if nbytes < 1:
         raise argparse.ArgumentTypeError("expected a size of at least one byte")
@@ -240,11 +236,11 @@ def dtype_name(text: str) -> str:
 
 
 def _tolerance(text: str) -> float:
-    """Return a number of at least 0, with a fraction or not."""
+    """Return a finite number of at least 0, with a fraction or not."""
     try:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not number >= 0:
+    if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {text!r}")
     return number

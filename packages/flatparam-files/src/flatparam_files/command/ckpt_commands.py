@@ -307,7 +307,7 @@ class _Difference:
 
     def add(self, start: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Compare the elements from `start` on."""
-        if first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)):
+        if first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             return
         for begin in range(0, first.numel(), _WIDE_NUMEL):
             parts = [each[begin : begin + _WIDE_NUMEL] for each in (first, second)]
@@ -315,8 +315,9 @@ class _Difference:
             same = (one == other) | (one.isnan() & other.isnan())
             if first.dtype == second.dtype and not (first.is_floating_point() or first.is_complex()):
                 # float64 does not tell large integers apart.
-                same = (_bits(parts[0]) == _bits(parts[1])).view(len(parts[0]), -1).all(dim=1)
-            apart = (one - other).abs().nan_to_num(nan=torch.inf)
+                bits, others = (each.view(torch.uint8).view(len(each), -1) for each in parts)
+                same = (bits == others).all(dim=1)
+            apart = (one - other).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
             differing = ~same & (apart > self.tolerance) if self.tolerance else ~same
             self.count += int(differing.sum())
             apart = torch.where(differing, apart, -1.0)
@@ -332,15 +333,9 @@ class _Difference:
         return f"{self.count} of {self.info.numel} elements differ, by at most {self.largest:.6g} (at {index[::-1]})"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
-_EXPORTS: Final[dict[str, Callable[..., dict[str, int]]]] = {
-    "hf": write_hugging_face,
-    "torch": write_torch_file,
-    "dcp": write_dcp,
-}
+_EXPORTS: Final[Mapping[str, Callable[..., dict[str, int]]]] = dict(
+    hf=write_hugging_face, torch=write_torch_file, dcp=write_dcp
+)
 
 
 def write_own(chosen: argparse.Namespace) -> int:
@@ -373,13 +368,9 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
     averages = getattr(chosen, "averages", None)
     if averages is not None and chosen.only:
         raise ArgumentsError("--averages writes the averages and nothing else: leave --only out")
-    if getattr(chosen, "to", None) == "hf":
+    if getattr(chosen, "to", None) == "hf" and averages is None:
         chosen.only = chosen.only or ["model"]
-    if averages is None:
-        source = opened(chosen)
-    else:
-        chosen.only = None
-        source = averages_as_model(opened(chosen), averages)
+    source = opened(chosen) if averages is None else averages_as_model(opened(chosen), averages)
     _refuse_inside(source, chosen)
     differing = source.facts.get("per_rank")
     if differing and "optimizer" in source.values:
@@ -394,9 +385,7 @@ def _to_convert(chosen: argparse.Namespace) -> Source:
 def _refuse_inside(source: Source, chosen: argparse.Namespace) -> None:
     """Refuse to write into the checkpoint that is read; a run of ours may get a different step."""
     destination = chosen.destination.resolve()
-    for path in (chosen.source, chosen.model, chosen.optimizer):
-        if path is None:
-            continue
+    for path in filter(None, (chosen.source, chosen.model, chosen.optimizer)):
         inside = Path(path).resolve()
         is_run = source.format == "flatparam" and not (inside / "manifest.json").exists()
         if not is_run and (destination == inside or inside in destination.parents):

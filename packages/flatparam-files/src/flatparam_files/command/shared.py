@@ -64,8 +64,7 @@ def add_command(
     def run_it(chosen: argparse.Namespace) -> int:
         with without_collector():
             imported = importlib.import_module(module)
-        status: int = getattr(imported, function)(chosen)
-        return status
+        return int(getattr(imported, function)(chosen))
 
     added = commands.add_parser(
         name,

@@ -275,8 +275,7 @@ def _names(
     state: Mapping[Any, Any], groups: list[Mapping[str, Any]], model: Mapping[str, Any], file: Path
 ) -> dict[Any, str]:
     if groups and all(len(group.get("param_names", ())) == len(group.get("params", ())) for group in groups):
-        pairs = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
-        return dict(pairs)
+        return dict(pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True))
     numbers = [number for group in groups for number in group.get("params", [])]
     names = _distinct(model)
     why = ""

@@ -77,23 +77,27 @@ def open_source(*paths: AnyPath, format: str | None = None, prefix: str | None =
             f"expected one path, found {named}",
             hint="only files of torch, and directories of torch.distributed.checkpoint, can be given together",
         )
-    if prefix is None:
-        return _OPEN[chosen](*inner)
-    if chosen not in _TOGETHER:
+    if prefix is not None and chosen not in _TOGETHER:
         raise CheckpointError(
             f"{named} is of the format {chosen}, in which there is nothing above the model and the optimizer",
             hint="leave the prefix out",
         )
-    return _OPEN[chosen](*inner, prefix=prefix)
+    return _OPEN[chosen](*inner, **({} if prefix is None else {"prefix": prefix}))
 
 
 def _inside(path: Path) -> list[Path]:
-    """Return the paths to open: `path` itself, or what accelerate, or PEFT for an adapter, keeps in a directory."""
+    """Return the paths to open: `path` itself, or what accelerate, or PEFT for an adapter, keeps in a directory.
+
+    A manifest stands for its directory.
+    """
+    if path.name == MANIFEST and path.is_file():
+        return [path.parent]
     for names in (ACCELERATE_DIRECTORIES, ACCELERATE_FILES):
         if (path / names[0]).exists():
             return [path / name for name in names if (path / name).exists()]
     adapter = path / "adapter_model.safetensors"
-    return [adapter if adapter.is_file() and not (path / SINGLE_FILE).exists() else path]
+    has_model = any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return [adapter if adapter.is_file() and not has_model else path]
 
 
 def _format_of(path: Path) -> str:

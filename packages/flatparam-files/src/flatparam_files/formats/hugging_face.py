@@ -32,7 +32,8 @@ def open_hugging_face(path: AnyPath) -> StoredSource:
     """
     path = Path(path)
     if path.is_dir():
-        path = path / (INDEX_FILE if (path / INDEX_FILE).is_file() else SINGLE_FILE)
+        # In the order of transformers, which leaves an older index where it writes one file.
+        path = next((path / name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).is_file()), path / SINGLE_FILE)
     headers: dict[Path, SafetensorsHeader] = {}
 
     def read_file(file: Path) -> dict[str, Stored]:

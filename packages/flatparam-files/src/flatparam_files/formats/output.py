@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Final, final
 
 import torch
 
+from flatparam_core import warn_caller
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.system import sync_file
 
@@ -44,6 +46,8 @@ def appearing(path: Path) -> Iterator[Path]:
         CheckpointError: if something cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.incomplete"):
+        warn_caller(f"{left} is of a command that was killed: remove it, unless one is writing {path} now")
     try:
         yield temporary
         temporary.rename(path)
@@ -136,5 +140,4 @@ class Appended:
 
 def _is_a_hole(data: bytes | bytearray | memoryview) -> bool:
     """Return whether they are many bytes, all zero. Only writable buffers are looked at: those of tensors."""
-    large = len(data) >= _HOLE and not memoryview(data).readonly
-    return large and not torch.frombuffer(data, dtype=torch.uint8).any()
+    return not (len(data) < _HOLE or memoryview(data).readonly or torch.frombuffer(data, dtype=torch.uint8).any())

@@ -18,8 +18,8 @@ from flatparam_files.formats.whole_sources import StoredSource, stored_source, t
 
 # What accelerate calls the full model and optimizer of FSDP.
 ACCELERATE_FILES: Final = ("pytorch_model_fsdp.bin", "optimizer.bin")
-# What Hugging Face libraries called a model before safetensors: the index of several files, or one file.
-PYTORCH_FILES: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+# What Hugging Face libraries called a model before safetensors: one file, or the index of several, in their order.
+PYTORCH_FILES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def open_torch_file(*paths: AnyPath, prefix: str | None = None) -> StoredSource:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_core import Span
+from flatparam_core import Span, warn_caller
 from flatparam_files.checkpoint.reader import CheckpointReader
 from flatparam_files.disk.checkpoint_error import CheckpointError
 from flatparam_files.disk.source import Source, TensorInfo, chunk_spans, join_path, split_path
@@ -118,14 +118,23 @@ class _Derived(Stored):
 class _Cast(_Derived):
     """A tensor in a different dtype."""
 
+    path: str
+
     def read(self, span: Span) -> Iterator[Tensor]:
         for piece in chunk_spans(span, max(self.info.dtype.itemsize, self.stored.info.dtype.itemsize)):
             for chunk in self.stored.read(piece):
-                yield chunk.to(self.info.dtype)
+                cast = chunk.to(self.info.dtype)
+                # In short parts, as float64: not every dtype can be asked itself.
+                parts = zip(cast.split(1 << 16), chunk.split(1 << 16), strict=True)
+                if any((one.double().isfinite() != other.double().isfinite()).any() for one, other in parts):
+                    warn_caller(f"{self.path!r} has elements that are finite, and too large for {self.info.dtype}")
+                yield cast
 
 
 def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
     """Return the same with the floating-point tensors of the model in `dtype`; the optimizer's state stays as it is.
+
+    A tensor with finite elements that `dtype` cannot hold is warned about when it is read.
 
     Raises:
         CheckpointError: if `dtype` is not one of floating-point numbers.
@@ -135,7 +144,7 @@ def cast_model(source: Source, dtype: torch.dtype) -> StoredSource:
 
     def cast(path: str, stored: Stored) -> Stored:
         is_cast = path.startswith("model/") and stored.info.dtype.is_floating_point
-        return _Cast(TensorInfo(stored.info.shape, dtype), stored) if is_cast else stored
+        return _Cast(TensorInfo(stored.info.shape, dtype), stored, path) if is_cast else stored
 
     return stored_source(source).map_tensors(cast)
 
