@@ -178,6 +178,47 @@ def test_padding_counts_nothing_in_a_norm(kind: str, use_orig_params: bool, norm
             torch.testing.assert_close(gradient, p.grad, rtol=2e-6, atol=1e-9)
 
 
+class Heads(nn.Module):
+    """Heads on one trunk, each with an output, and so with a loss, of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 6)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.relu(self.trunk(x))
+        return [head(x) for head in self.heads]
+
+
+@each_row("keeps", [False, True])
+@each_row("kind", [None, *LAYOUTS])
+def test_several_backward_passes_after_one_forward(kind: str | None, keeps: bool) -> None:
+    """Each loss in a pass of its own, in any order, trains as in one process, if units were gathered in vain or not."""
+
+    def train(model: nn.Module, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            outputs = model(torch.ones(2, 4) + step)
+            for number, head in enumerate(order):
+                outputs[head].square().sum().backward(retain_graph=number < len(order) - 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    def rank(world: Collectives) -> None:
+        for order in itertools.permutations(range(3)):
+            model = seeded(Heads)
+            for unit in (*model.heads, model):
+                fully_shard(unit, layout=None if kind is None else LAYOUTS[kind], reshard_after_forward=not keeps)
+            expected = train(seeded(Heads), order)
+            for name, value in train(model, order).items():
+                told = functools.partial("{} {}: {}".format, order, name)
+                torch.testing.assert_close(value, expected[name], msg=told)
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_fully_shard_takes_a_layout(kind: str) -> None:
     """`fully_shard(module, layout=...)` shards by rules as the wrapper does, and trains the same bits."""

@@ -286,7 +286,8 @@ class Unit:
         """
         if self.gather is None or self.showing.pins:
             return
-        if is_computed:
+        # What was prefetched in vain has no values yet, and is for a graph of which a backward pass is to come.
+        if is_computed and self.residency is Residency.UNSHARDED:
             for handle in self.handles:
                 handle.forms.current.leave_to_holders()
         self.gather.drop()
