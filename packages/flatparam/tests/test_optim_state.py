@@ -68,6 +68,21 @@ def test_the_state_is_that_of_the_unwrapped_model(use_orig_params: bool) -> None
         assert_same_optimizer(state, by_name(reference(2)[1]))
 
 
+def test_names_are_in_the_order_of_the_model(use_orig_params: bool) -> None:
+    """Whatever order each rank's optimizer holds the parameters in: programs gather states one after the other."""
+    names = [name for name, _ in mlp().named_parameters()]
+
+    def rank(ranks: Collectives) -> list[str]:
+        model = wrapped(use_orig_params=use_orig_params)
+        order = -1 if ranks.rank else 1
+        optimizer = torch.optim.Adam([*model.parameters()][::order], lr=0.01)
+        model(INPUTS[0]).sum().backward()
+        optimizer.step()
+        return [*FSDP.optim_state_dict(model, optimizer)["state"]]
+
+    assert on_ranks(2, rank) == [names] * 2
+
+
 @each_row("directly", [False, True])
 @each_row("sizes", [(1, 2), (2, 1), (2, 2)], ids=str)
 def test_resuming(sizes: tuple[int, int], directly: bool, use_orig_params: bool) -> None:

@@ -172,6 +172,11 @@ class Holding:
         """The parameters of the model that are held, in the order in which the optimizer numbers its own."""
         return [item for _, found in self.groups for item in found]
 
+    @property
+    def fqns(self) -> Iterator[str]:
+        """The names of the model's parameters, held or not, in the order of the model."""
+        return (fqn for item in self._by_name.values() for fqn in item.fqns)
+
     def resolve(self, keys: Iterable[object]) -> dict[object, Held]:
         """Return the parameter that each of `keys` stands for, which is a number or a name; other keys are absent."""
         items = self.items

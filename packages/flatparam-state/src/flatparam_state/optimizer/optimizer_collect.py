@@ -84,7 +84,8 @@ def optimizer_state_dict(
             found[item.fqns[0]] = FirstState(copies) if item in new else copies
     if form.rank0_only and places and places[0].unit.topology.group.rank != 0:
         return {}
-    names = dict.fromkeys([*(fqn for item in holding.items for fqn in item.fqns), *held])
+    # In one order on all ranks, also if their optimizers hold the parameters in different ones.
+    names = dict.fromkeys([*holding.fqns, *held])
     named: dict[str, Any] = {"state": {fqn: found[fqn] for fqn in names if fqn in found} | others}
     if "param_groups" in raw:
         meant = holding.resolve(key for group in raw["param_groups"] for key in group["params"])
