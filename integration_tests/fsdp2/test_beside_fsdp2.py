@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 
 from flatparam_comm.testing import run_processes
@@ -481,8 +482,56 @@ def shown(side: Side) -> Any:
     return found, trained(side, model, adamw(model)), state_of(model)
 
 
+class Branches(nn.Module):
+    """A model with several outputs: those of all its blocks, side by side on one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, both.WIDTH)
+        self.layers = nn.ModuleList(both.Block() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        x = self.embedding(tokens)
+        return [layer(x) for layer in self.layers]
+
+
+def apart(side: Side) -> Any:
+    """The losses of several outputs, each in a backward pass of its own, after one forward pass."""
+    torch.manual_seed(0)
+    model = side.shard(Branches())
+    optimizer = adamw(model)
+    facts = []
+    for step in range(both.STEPS):
+        outputs = model(both.batch(side.rank, step)[0])
+        for number, output in enumerate(outputs):
+            loss = output.square().mean()
+            loss.backward(retain_graph=number < len(outputs) - 1)
+            facts.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return facts, state_of(model)
+
+
+def beside_replicate(side: Side) -> Any:
+    """`replicate` averages the gradients of what `fully_shard` leaves to it: around a sharded module, and inside one."""
+    model = seeded()
+    replicate(model.layers[0])
+    for module in (*model.layers[1:], model):
+        side.fully_shard(module)
+    sharded = side.fully_shard(seeded().layers[0])
+    around = nn.Sequential(sharded, seeded().layers[1])
+    replicate(around)
+    x = torch.ones(2, both.WIDTH) * (1 + side.rank)
+    for _ in range(2):
+        around(x).square().sum().backward()
+    found = [full(p.grad) for p in around[1].parameters()]
+    return trained(side, model, torch.optim.SGD(model.parameters(), lr=0.1)), found
+
+
 PROGRAMS = [
     example,
+    apart,
+    beside_replicate,
     stepping_in_backward,
     of_a_tied_list,
     used_again,

@@ -163,6 +163,28 @@ def test_a_placement_that_is_so_anyway() -> None:
     on_ranks(2, rank)
 
 
+class Stack(nn.ModuleList):
+    """A list that has a forward pass of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def test_a_list_with_a_forward_pass(recwarn: pytest.WarningsRecorder) -> None:
+    """A `ModuleList` that is called is a module like any other, for `fully_shard` and without a warning of the wrapper."""
+
+    def rank(ranks: Collectives) -> None:
+        model = seeded(lambda: Stack([nn.Linear(3, 3), nn.Linear(3, 2)]))
+        expected = model(torch.ones(2, 3))
+        assert torch.equal(FullyShardedDataParallel(copy.deepcopy(model))(torch.ones(2, 3)), expected)
+        assert torch.equal(fully_shard(model)(torch.ones(2, 3)), expected)
+
+    on_ranks(2, rank)
+    assert not [each for each in recwarn if "forward pass" in str(each.message)]
+
+
 def test_refused_modules() -> None:
     """What has no forward pass, is sharded already, or is nothing to shard is refused by name."""
 
@@ -333,6 +355,7 @@ def test_unshard_and_reshard() -> None:
         model = sharded()
         model.set_post_optim_event(event := Recorded())
         assert event.waits == 1
+        model.set_post_optim_event(torch.cpu.current_stream().record_event())  # type: ignore[attr-defined]
         handle = model.block.unshard(async_op=True)
         handle.wait()
         handle.wait()

@@ -1,5 +1,6 @@
 """Modules and parameters that are left whole."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_comm import Collectives, SingleCollectives
+from flatparam_comm import Collectives, RankError, SingleCollectives
 
 from .models import mlp, seeded
 from .worlds import assert_same_state, on_ranks
@@ -56,6 +57,29 @@ def test_ignored_parts_are_not_reduced_and_are_saved(policy: Any, use_orig_param
         reference(torch.full((2, 3), float(number + 1))).sum().backward()
         assert torch.equal(gradient, reference[2].weight.grad)
         assert_same_state(state, reference.state_dict())
+
+
+def test_ranks_that_ignore_different_modules() -> None:
+    """What is sharded may have different names then, which is a warning, and trains; without them it is an error."""
+
+    def rank(ranks: Collectives, ignores: bool) -> torch.Tensor:
+        layers = [
+            nn.Linear(2, 2, bias=False),
+            *(nn.Linear(2, 2, bias=False) for _ in range(ranks.rank)),
+            nn.Linear(2, 1),
+        ]
+        module = seeded(lambda: nn.Sequential(*layers))
+        nn.init.ones_(module[-1].weight)
+        model = FSDP(module, ignored_modules=[*module[1:-1]] if ignores else None)
+        model(torch.ones(2, 2)).sum().backward()
+        assert model.params[0].grad is not None
+        return model.params[0].grad
+
+    with pytest.warns(UserWarning, match="nothing but names differs"):
+        found = on_ranks(2, functools.partial(rank, ignores=True))
+    assert all(gradient.count_nonzero() for gradient in found)
+    with pytest.raises(RankError, match="the ranks have different models"):
+        on_ranks(2, functools.partial(rank, ignores=False))
 
 
 def test_ignored_modules_of_nested_wrappers_stay_ignored() -> None:

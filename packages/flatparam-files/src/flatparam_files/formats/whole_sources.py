@@ -125,7 +125,7 @@ class _Cast(_Derived):
             for chunk in self.stored.read(piece):
                 cast = chunk.to(self.info.dtype)
                 # In short parts, as float64: not every dtype can be asked itself.
-                parts = zip(cast.split(1 << 16), chunk.split(1 << 16), strict=True)
+                parts = zip(torch.split(cast, 1 << 16), torch.split(chunk, 1 << 16), strict=True)
                 if any((one.double().isfinite() != other.double().isfinite()).any() for one, other in parts):
                     warn_caller(f"{self.path!r} has elements that are finite, and too large for {self.info.dtype}")
                 yield cast

@@ -44,8 +44,8 @@ class Deed:
     kind: DeedKind
     unit: str
     nbytes: int
-    parameters: tuple[str, ...]
-    """The names of the first few parameters in the unit; for a step, its description."""
+    parameters: tuple[str, ...] = attrs.field(eq=False)
+    """The names of the first few parameters in the unit, which may differ; for a step, its description."""
     everywhere: bool = True
     """Whether every rank is to do it; otherwise a rank may have nothing to do it with."""
 

@@ -33,6 +33,8 @@ def agree_on_units(units: Sequence[Unit]) -> None:
 
     From then on the fingerprint of the tree is that of no other tree of the same ranks.
 
+    If ranks ignore different modules, their parameters may have different names, which is a warning.
+
     Raises:
         DivergenceError: on every rank; it names the first difference and what each rank has.
     """
@@ -44,19 +46,24 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     _check_copies(root)
     _warn_of_smaller_groups(units)
     found = _digest(weights) if weights else ""
-    told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES)), label="units")
-    if len({digest for digest, *_ in told}) > 1:
-        raise DivergenceError(_first_difference(root.exchange(facts, label="units"), root.rank))
+    kinds = _digest([fact.value for fact in facts]), bool(units[0].held.left_whole)
+    told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES), kinds), label="units")
+    is_renamed = len({digest for digest, *_ in told}) > 1
+    if is_renamed:
+        text = _first_difference(root.exchange(facts, label="units"), root.rank)
+        if len({values for *_, (values, _) in told}) > 1 or not any(ignores for *_, (_, ignores) in told):
+            raise DivergenceError(text)
+        warn_caller(f"{text}; nothing but names differs, as if the ranks ignore different modules: then all is well")
     digests = {digest for _, digest, *_ in told}
     # Models that were sharded at different places in the program may still be the same: the weights say so, if they are
     # those that were sharded.
-    numbers = [each for _, _, each, _ in told]
+    numbers = [each for _, _, each, *_ in told]
     if len({*numbers}) > 1 and (len(digests) > 1 or "" in digests):
         text = _different_models(numbers, units[0], root.rank)
         if "" not in digests:
             raise DivergenceError(text)
         warn_caller(f"{text}; if they are the same model, all is well")
-    elif len(digests) > 1:
+    elif len(digests) > 1 and not is_renamed:
         _warn_of_weights(root.exchange(weights, label="initial weights"))
     fingerprint = units[0].observers.fingerprint
     if fingerprint is not None:

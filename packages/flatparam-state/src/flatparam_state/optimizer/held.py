@@ -174,7 +174,7 @@ class Holding:
 
     @property
     def fqns(self) -> Iterator[str]:
-        """The names of the model's parameters, held or not, in the order of the model."""
+        """List the names of the model's parameters, held or not, in the order of the model."""
         return (fqn for item in self._by_name.values() for fqn in item.fqns)
 
     def resolve(self, keys: Iterable[object]) -> dict[object, Held]:

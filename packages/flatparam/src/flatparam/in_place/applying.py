@@ -216,7 +216,7 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: expected a module or a list of modules, found {module!r}")
     name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard: a {name} has no forward pass; shard the modules in it, one by one")
     if unit_of(module) is not None:
         raise FlatParamError(f"fully_shard: this {name} is sharded already; call it once for a module")
@@ -333,13 +333,17 @@ def _casting(policy: MixedPrecisionPolicy) -> Casting:
 
 
 def _ignored(module: nn.Module, ignored_params: Iterable[Any] | None) -> Ignored:
-    if ignored_params is None:
-        return Ignored()
-    found = list(ignored_params)
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    found = list(ignored_params or ())
     for each in found:
         if not isinstance(each, nn.Parameter):
             raise ValueError(f"ignored_params: expected parameters, found a {type(each).__name__}")
-    return resolve_ignored(module, None, found)
+    # What torch's `replicate` manages stays as it is.
+    for child in module.modules():
+        if "replicate" in getattr(child, REGISTRY_KEY, ()):
+            found += child.parameters()
+    return resolve_ignored(module, None, found) if found else Ignored()
 
 
 def _device_of(mesh: Any) -> Any:

@@ -148,9 +148,11 @@ class FSDPModule(_Base):
         """Have all later work of the current stream, and so every later gather, wait for `event`.
 
         Args:
-            event: a `torch.Event` (or `torch.cuda.Event`), recorded after an optimizer's step on a different stream.
+            event: a `torch.Event` (or `torch.cuda.Event`), recorded after an optimizer's step on a different stream;
+                or `None`, as a stream of the CPU records it.
         """
-        event.wait()
+        if event is not None:
+            event.wait()
 
     # Gradients
 
@@ -343,7 +345,11 @@ def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) ->
     """Return the class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
     found = _CLASSES.get((original, base))
     if found is None:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+
         content = {
+            # For `replicate` of torch, which leaves such modules alone.
+            REGISTRY_KEY: {"fully_shard": None},
             "_sharded_class": original,
             "__module__": original.__module__,
             "__doc__": original.__doc__,

@@ -98,12 +98,13 @@ class Resolved:
 def _warn_of_calls(module: nn.Module) -> None:
     """Warn of a module that is not called when its parameters are used, since its calls would gather them ahead."""
     name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    is_called = type(module).forward is not nn.Module.forward
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not is_called:
         text = (
             f"a {name} has no forward pass, so its parameters are gathered for each call of a module inside it; wrap "
             "those, or the module around it"
         )
-    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+    elif isinstance(module, (nn.ParameterList, nn.ParameterDict)) and not is_called:
         text = (
             f"a {name} has no forward pass, so its parameters are gathered when a forward pass reads one, and never "
             "ahead; wrap the module around it instead"
