@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from integration_tests.fsdp1.asking import Library, alike, plain, unlike
 from integration_tests.fsdp1.subjects import Net, batch, blocks, seeded
@@ -185,6 +186,17 @@ def test_settings_with_an_underscore(library: Library) -> Any:
     found.append([parameter.grad for parameter in model.parameters()])
     model.register_comm_hook("the state", quiet_hook)
     return [*found, settings()]
+
+
+@alike(originals=BOTH, meshed=BOTH, ranks=2)
+def test_what_was_given(library: Library, originals: bool, meshed: bool) -> Any:
+    """Programs read the mesh, and the parameters that are ignored, of the wrapper."""
+    module = seeded()
+    where = {"device_mesh": init_device_mesh("cpu", (2,))} if meshed else {}
+    ignored = next(iter(module.children()))
+    model = library.shard(module, ignored_modules=[ignored], use_orig_params=originals, **where)
+    mesh = model._device_mesh
+    return [mesh and mesh.mesh.tolist(), sorted(tuple(each.shape) for each in model._ignored_params)]
 
 
 @alike(kind=["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])

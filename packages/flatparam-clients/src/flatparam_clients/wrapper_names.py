@@ -106,6 +106,17 @@ class _WrapperNames(FullyShardedDataParallel):
         return copies(self._unit)
 
     @property
+    def _device_mesh(self) -> Any:
+        """The mesh that the wrapper was given, or None."""
+        return self._unit.topology.mesh
+
+    @property
+    def _ignored_params(self) -> set[nn.Parameter]:
+        """The parameters in the wrapped module that no unit holds."""
+        inside = (each for each in self.module.parameters() if not isinstance(each, FlatParameter))
+        return {each for each in inside if runtime.holder_of_parameter(each) is None}
+
+    @property
     def _device_handle(self) -> Any:
         """Torch's module of the device that the unit computes on: `torch.cuda`, `torch.cpu`, and so on."""
         return torch.get_device_module(self.compute_device)
