@@ -263,6 +263,32 @@ def test_an_exception_that_the_program_catches_stops_nobody(alike: bool) -> None
     run_processes(2, _catches, alike)
 
 
+def _catches_and_diverges(comm: ProcessGroupCollectives) -> str:
+    """One rank fails before a collective that the other has issued, and goes on at once with a different one."""
+    _steps(comm)
+    comm.barrier()
+    try:
+        if comm.rank == 1:
+            # Not before the other rank has issued its own.
+            time.sleep(0.5)
+            with telling("a step"):
+                raise Bug("in a batch")
+    except Bug:
+        pass
+    with pytest.raises(CommError) as caught:
+        comm.all_reduce(torch.ones(1 + comm.rank), label="a step").wait()
+    return str(caught.value)
+
+
+def test_what_a_rank_has_caught_is_named_if_the_ranks_diverge_after_it() -> None:
+    """Every rank reads the exception that the program has caught: it is why the ranks are in different places."""
+    for said in run_processes(2, _catches_and_diverges):
+        assert "rank 1 issues all_reduce of 2 x float32" in said
+        assert (
+            "rank 1 had failed in a step before the first optimizer step with Bug: in a batch, and its program" in said
+        )
+
+
 def _begins_anew(comm: ProcessGroupCollectives, how: str) -> None:
     """One rank fails, the others are told, all catch their errors, and go on with groups that are new."""
     _steps(comm)

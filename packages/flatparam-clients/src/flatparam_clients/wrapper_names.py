@@ -107,12 +107,12 @@ class _WrapperNames(FullyShardedDataParallel):
 
     @property
     def _device_mesh(self) -> Any:
-        """The mesh that the wrapper was given, or None."""
+        """Return the mesh that the wrapper was given, or None."""
         return self._unit.topology.mesh
 
     @property
     def _ignored_params(self) -> set[nn.Parameter]:
-        """The parameters in the wrapped module that no unit holds."""
+        """Return the parameters in the wrapped module that no unit holds."""
         inside = (each for each in self.module.parameters() if not isinstance(each, FlatParameter))
         return {each for each in inside if runtime.holder_of_parameter(each) is None}
 

@@ -41,21 +41,21 @@ class TellsOfFailures(Protocol):
     rank: int
     settings: RelaySettings
 
+    @property
+    def caught(self) -> str:
+        """Tell, for the end of a message, of a failure that the program has caught; empty if there is none."""
+
     def explanation(self, calls: GroupCalls, patience: float) -> FailureReport | None:
         """The failure of a peer that explains why a collective of the group has failed; None if none is known."""
-        ...
 
     def final_failure(self, calls: GroupCalls) -> FailureReport | None:
         """Return the failure of a member of the group that will issue no collective any more."""
-        ...
 
     def tell(self, failure: FailureReport) -> None:
         """Let the other ranks know of a failure of this one."""
-        ...
 
     def tell_error(self, error: BaseException | None, failure: FailureReport) -> None:
         """Let the other ranks know of an exception of this one."""
-        ...
 
 
 @final
@@ -255,7 +255,7 @@ class GroupCalls:
         text = (
             f"ranks diverge at collective {self.issued} of group {self.name!r}: rank {relay.rank} issues "
             f"{Position.from_words(*ours)}, and rank {peer} has issued {Position.from_words(code, numel)}; make every "
-            "rank call the same units, passes and state functions in one order"
+            f"rank call the same units, passes and state functions in one order{relay.caught}"
         )
         self._tell_divergence(text)
         return MismatchError(site.rank, site.op, site.label, text)

@@ -65,6 +65,7 @@ class Relay:
         self._since: dict[int, float] = {}
         self._own: FailureReport | None = None
         self._own_mark: weakref.ReferenceType[_Told] | None = None
+        self._forgotten: FailureReport | None = None
         self._due = 0.0
         self._forgiven_until = 0.0
         self._may_forgive = False
@@ -184,6 +185,14 @@ class Relay:
             with self._changed:
                 self._changed.wait(0.05)
 
+    @property
+    def caught(self) -> str:
+        """Tell, for the end of a message, of a failure that the program has caught, if no optimizer stepped since."""
+        last = self._own or self._forgotten
+        if last is None or not last.may_go_on or last.steps != ACTIVITY.steps:
+            return ""
+        return f"; rank {self.rank} had failed {last.as_cause()}, and its program caught that and went on"
+
     def final_failure(self, calls: GroupCalls) -> FailureReport | None:
         """Return the failure of a member of the group that will issue no collective any more."""
         known = [*self._known.items()]
@@ -298,7 +307,7 @@ class Relay:
         if any(count > own.issued.get(name, 0) for name, count in issued.items()):
             with self._changed:
                 if self._own is own:
-                    self._own = self._own_mark = None
+                    self._forgotten, self._own, self._own_mark = own, None, None
                     self._known.pop(self.rank, None)
 
     @property
