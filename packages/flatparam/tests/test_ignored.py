@@ -1,6 +1,7 @@
 """Modules and parameters that are left whole."""
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_ignored_parts_are_not_reduced_and_are_saved(policy: Any, use_orig_param
 
 
 def test_ranks_that_ignore_different_modules() -> None:
-    """What is sharded may have different names then, which is a warning, and trains; without them it is an error."""
+    """What is sharded may have different names then, which is a warning, and trains; otherwise it is an error."""
 
     def rank(ranks: Collectives, ignores: bool) -> torch.Tensor:
         layers = [
@@ -70,7 +71,9 @@ def test_ranks_that_ignore_different_modules() -> None:
         ]
         module = seeded(lambda: nn.Sequential(*layers))
         nn.init.ones_(module[-1].weight)
-        model = FSDP(module, ignored_modules=[*module[1:-1]] if ignores else None)
+        others = [*module[1:-1]] if ignores else []
+        module.append(nn.Linear(1, 1))
+        model = FSDP(module, ignored_modules=[*others, module[-1]])
         model(torch.ones(2, 2)).sum().backward()
         assert model.params[0].grad is not None
         return model.params[0].grad
@@ -78,8 +81,14 @@ def test_ranks_that_ignore_different_modules() -> None:
     with pytest.warns(UserWarning, match="nothing but names differs"):
         found = on_ranks(2, functools.partial(rank, ignores=True))
     assert all(gradient.count_nonzero() for gradient in found)
-    with pytest.raises(RankError, match="the ranks have different models"):
-        on_ranks(2, functools.partial(rank, ignores=False))
+
+    def renamed(ranks: Collectives) -> None:
+        module = nn.Sequential(OrderedDict({"kept": nn.Linear(2, 2), f"expert {ranks.rank}": nn.Linear(2, 2)}))
+        FSDP(module, ignored_modules=[module.kept])(torch.ones(1, 2))
+
+    for wrong in (functools.partial(rank, ignores=False), renamed):
+        with pytest.raises(RankError, match="the ranks have different models"):
+            on_ranks(2, wrong)
 
 
 def test_ignored_modules_of_nested_wrappers_stay_ignored() -> None:

@@ -46,14 +46,14 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     _check_copies(root)
     _warn_of_smaller_groups(units)
     found = _digest(weights) if weights else ""
-    kinds = _digest([fact.value for fact in facts]), bool(units[0].held.left_whole)
+    kinds = _digest([fact.value for fact in facts]), _digest(sorted(units[0].held.left_whole or ()))
     told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES), kinds), label="units")
     is_renamed = len({digest for digest, *_ in told}) > 1
     if is_renamed:
         text = _first_difference(root.exchange(facts, label="units"), root.rank)
-        if len({values for *_, (values, _) in told}) > 1 or not any(ignores for *_, (_, ignores) in told):
+        if len({values for *_, (values, _) in told}) > 1 or len({ignored for *_, (_, ignored) in told}) == 1:
             raise DivergenceError(text)
-        warn_caller(f"{text}; nothing but names differs, as if the ranks ignore different modules: then all is well")
+        warn_caller(f"{text}; nothing but names differs, since the ranks ignore different modules: then all is well")
     digests = {digest for _, digest, *_ in told}
     # Models that were sharded at different places in the program may still be the same: the weights say so, if they are
     # those that were sharded.
