@@ -148,9 +148,6 @@ _BLOCK, _LEAST = 256, 4096
 """They have a scale for each 256 elements (4 bits: 128), and quantise only parameters of 4,096 elements or more."""
 
 
-_RuleOf: TypeAlias = Callable[[nn.Parameter], LayoutRule]
-
-
 def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] = ()) -> LayoutPolicy:
     """Make a layout with which the optimizer `kind` computes every step as in a single process.
 
@@ -181,28 +178,23 @@ def for_optimizer(kind: type[torch.optim.Optimizer], *, shares: Sequence[float] 
             "exact on shards; use sharding_strategy=NO_SHARD and use_orig_params=True"
         )
     is_quantised = any(base.__name__.lower().endswith(_QUANTISED) for base in asked.__mro__)
-    of_others: _RuleOf = _quantised_alike if is_quantised else _cut_anywhere
+    # None stands for the rule of states in blocks, which depends on the parameter.
+    of_others = None if is_quantised else ELEMENT
     if found is kinds.PARAMETERS:
-        of_others = _kept_whole
+        of_others = WHOLE
     elif found is None and not is_quantised:
         raise ValueError(
             f"layout.for_optimizer: flatparam does not know the rule of {kind.__qualname__}; give the rules yourself, "
             "for example layout=flatparam.layout.by({}, otherwise=flatparam.layout.whole)"
         )
-    of_matrices = _kept_whole if found is kinds.MATRICES else of_others
+    of_matrices = WHOLE if found is kinds.MATRICES else of_others
     return LayoutPolicy(
-        lambda name, parameter, module: (of_matrices if parameter.dim() > 1 else of_others)(parameter),
+        lambda name, parameter, module: (
+            (of_matrices if parameter.dim() > 1 else of_others) or _quantised_alike(parameter)
+        ),
         f"layout.for_optimizer({kind.__module__}.{kind.__qualname__})",
         tuple(shares),
     )
-
-
-def _kept_whole(parameter: nn.Parameter) -> LayoutRule:
-    return WHOLE
-
-
-def _cut_anywhere(parameter: nn.Parameter) -> LayoutRule:
-    return ELEMENT
 
 
 def _quantised_alike(parameter: nn.Parameter) -> LayoutRule:
