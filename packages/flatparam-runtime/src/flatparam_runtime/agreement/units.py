@@ -46,18 +46,19 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     _check_copies(root)
     _warn_of_smaller_groups(units)
     found = _digest(weights) if weights else ""
-    kinds = _digest([fact.value for fact in facts]), _digest(sorted(units[0].held.left_whole or ()))
-    told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES), kinds), label="units")
+    told = root.exchange((_digest(facts), found, units[0].held.number, next(_TREES)), label="units")
     is_renamed = len({digest for digest, *_ in told}) > 1
     if is_renamed:
-        text = _first_difference(root.exchange(facts, label="units"), root.rank)
-        if len({values for *_, (values, _) in told}) > 1 or len({ignored for *_, (_, ignored) in told}) == 1:
+        everyone = root.exchange((facts, units[0].held.left_whole), label="units")
+        text = _first_difference([each for each, _ in everyone], root.rank)
+        kinds = {tuple(fact.value for fact in each) for each, _ in everyone}
+        if len(kinds) > 1 or len({ignored for _, ignored in everyone}) == 1:
             raise DivergenceError(text)
         warn_caller(f"{text}; nothing but names differs, since the ranks ignore different modules: then all is well")
     digests = {digest for _, digest, *_ in told}
     # Models that were sharded at different places in the program may still be the same: the weights say so, if they are
     # those that were sharded.
-    numbers = [each for _, _, each, *_ in told]
+    numbers = [each for _, _, each, _ in told]
     if len({*numbers}) > 1 and (len(digests) > 1 or "" in digests):
         text = _different_models(numbers, units[0], root.rank)
         if "" not in digests:
