@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -310,6 +311,47 @@ def test_states_are_loaded_together(group: Collectives, files: Files, originals:
             )
         assert_model(full_state(model), before)
         assert not optimizer.state
+
+
+@on_ranks(2, originals=BOTH)
+def test_a_compiled_model(group: Collectives, files: Files, originals: bool) -> None:
+    """What `torch.compile` has returned is loaded and saved as the model inside."""
+    state = trained(originals).model
+    model = wrapped(originals, seed=1)
+    compiled = torch.compile(model, backend="eager")
+    told = mine().set_model_state_dict(compiled, state, options=options(full_state_dict=True, strict=False))
+    assert (told.missing_keys, told.unexpected_keys) == ([], [])
+    assert_model(full_state(model), state)
+    again = mine().get_model_state_dict(compiled, options=options(full_state_dict=True))
+    assert_model(again, state)
+    mine().set_model_state_dict(compiled, again, options=options(full_state_dict=True))
+
+
+@on_ranks(2, originals=BOTH)
+def test_models_and_optimizers_that_torch_has_patched(group: Collectives, files: Files, originals: bool) -> None:
+    """`_patch_model_state_dict` and its sibling have methods call these functions, which then ask the methods' class."""
+    model = wrapped(originals, seed=1)
+    optimizer = adamw(model.parameters())
+    prime(optimizer)
+    how = options(full_state_dict=True)
+    given = {model: (mine().get_model_state_dict, mine().set_model_state_dict, (model,))}
+    given[optimizer] = (mine().get_optimizer_state_dict, mine().set_optimizer_state_dict, (model, optimizer))
+    for owner, (get, put, of) in given.items():
+        expected = get(*of, options=how)
+        calls = {
+            "state_dict": functools.partial(get, *of, options=how),
+            "load_state_dict": functools.partial(put, *of, options=how),
+        }
+        for name, call in calls.items():
+            setattr(owner, name, call)
+            theirs._patched_state_dict.add(call)
+        try:
+            found = owner.state_dict()
+            assert list(found) == list(expected)
+            owner.load_state_dict(found)
+            assert vars(owner)["state_dict"] is calls["state_dict"]
+        finally:
+            theirs._patched_state_dict.difference_update(calls.values())
 
 
 class Renaming(nn.Module):

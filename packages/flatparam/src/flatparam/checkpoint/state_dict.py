@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,12 +34,14 @@ from flatparam_core import FlatParamError, clean_fqn
 from flatparam_runtime import units_in
 from flatparam_state import StateForm, load_optimizer_state, model_state_dict, optimizer_state_dict
 from flatparam_state.forms.chunker import is_dtensor
+from flatparam_state.model.load import COMPILED
 from flatparam_state.optimizer.held import Holding, held_parameters
 from flatparam_state.places import places_in
 from flatparam_state.ranks import all_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_HOME: Final = "torch.distributed.checkpoint.state_dict"
 __all__ = [
     "StateDictOptions",
     "get_model_state_dict",
@@ -82,14 +85,30 @@ def _of_sharded_models(function: F) -> F:
     @functools.wraps(function)
     def answer(model: nn.Module, *args: Any, **named: Any) -> Any:
         if units_in(model):
-            return function(model, *args, **named)
+            given = args[0] if args else named.get("optimizers")
+            with _unpatched([model, *(given if isinstance(given, (list, tuple)) else [given])]):
+                # What `torch.compile` has returned has one name more than the module inside.
+                return function(model._modules.get(COMPILED) or model, *args, **named)
         # Torch's module also loads torch's FSDP, so it is imported only if it is needed.
-        home = "torch.distributed.checkpoint.state_dict"
         if named.get("options") is not None:
-            named["options"] = torchs_own(home, "StateDictOptions")(**vars(named["options"]))
-        return torchs_own(home, function.__name__)(model, *args, **named)
+            named["options"] = torchs_own(_HOME, "StateDictOptions")(**vars(named["options"]))
+        return torchs_own(_HOME, function.__name__)(model, *args, **named)
 
     return cast("F", answer)
+
+
+@contextlib.contextmanager
+def _unpatched(owners: Iterable[Any]) -> Iterator[None]:
+    """Have models and optimizers answer by themselves inside, if torch has patched them to call functions of here."""
+    patches = getattr(sys.modules.get(_HOME), "_patched_state_dict", ())
+    spaces = [vars(each) for each in owners if isinstance(each, (nn.Module, torch.optim.Optimizer))]
+    found = [(space, name) for space in spaces for name in ("state_dict", "load_state_dict")]
+    taken = [(space, name, space.pop(name)) for space, name in found if space.get(name) in patches]
+    try:
+        yield
+    finally:
+        for space, name, call in taken:
+            space[name] = call
 
 
 @_of_sharded_models
