@@ -196,7 +196,8 @@ def test_what_was_given(library: Library, originals: bool, meshed: bool) -> Any:
     ignored = next(iter(module.children()))
     model = library.shard(module, ignored_modules=[ignored], use_orig_params=originals, **where)
     mesh = model._device_mesh
-    return [mesh and mesh.mesh.tolist(), sorted(tuple(each.shape) for each in model._ignored_params)]
+    shapes = sorted(tuple(each.shape) for each in model._ignored_params)
+    return [mesh and mesh.mesh.tolist(), shapes, model._ignored_modules == {*ignored.modules()}]
 
 
 @alike(kind=["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"])

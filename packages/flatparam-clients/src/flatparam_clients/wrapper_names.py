@@ -111,6 +111,11 @@ class _WrapperNames(FullyShardedDataParallel):
         return self._unit.topology.mesh
 
     @property
+    def _ignored_modules(self) -> set[nn.Module]:
+        """Return the modules that are left whole, with all below them."""
+        return {*self._interior.ignored}
+
+    @property
     def _ignored_params(self) -> set[nn.Parameter]:
         """Return the parameters in the wrapped module that no unit holds."""
         inside = (each for each in self.module.parameters() if not isinstance(each, FlatParameter))

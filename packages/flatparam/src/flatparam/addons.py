@@ -156,7 +156,7 @@ _OF_WRAPPERS: Final = """
     _state_dict_type _state_dict_config _optim_state_dict_config _inter_node_pg _device_handle _device_mesh
     _current_stream _default_stream _unshard_stream _pre_unshard_stream _post_backward_stream
     _all_reduce_stream _exec_order_data _handle_training_state _assert_state _use_training_state _unshard
-    _ignored_params _wait_unshard_streams_on_current_stream
+    _ignored_modules _ignored_params _wait_unshard_streams_on_current_stream
 """
 """The attributes of the wrapper that programs written for FSDP1 reach for, and nothing of ours."""
 _OF_FLAT_PARAMETERS: Final = """

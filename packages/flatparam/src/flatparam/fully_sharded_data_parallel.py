@@ -196,7 +196,8 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload = CPUOffload(resolved.plan.storage_device is not None)
         self.limit_all_gathers = resolved.asked.limit_all_gathers
         tell_clients("wrapped")
-        self._interior = Interior(unit, form_settings.default_settings(), resolved.asked.clean_names)
+        left_whole, clean_names = resolved.ignored.modules, resolved.asked.clean_names
+        self._interior = Interior(unit, form_settings.default_settings(), left_whole, clean_names)
         load_hooks.attach_loading(self)
         saving.attach_saving(self)
         self._modules[FSDP_WRAPPED_MODULE] = module

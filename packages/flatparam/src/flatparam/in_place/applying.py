@@ -21,7 +21,7 @@ from flatparam.resolving.parameters import Ignored, resolve_device, resolve_igno
 from flatparam.resolving.settings import Resolved
 from flatparam.sharding.make_unit import shard_resolved
 from flatparam.sharding.placement import own_modules
-from flatparam.wrapper.interior import wrappers_in
+from flatparam.wrapper.interior import is_replicated, wrappers_in
 from flatparam_comm import resolve_topology
 from flatparam_core import FlatParamError, Precision
 from flatparam_runtime import Casting, Nonfinite, UnitPlan, holder_of_parameter, unit_of
@@ -333,16 +333,12 @@ def _casting(policy: MixedPrecisionPolicy) -> Casting:
 
 
 def _ignored(module: nn.Module, ignored_params: Iterable[Any] | None) -> Ignored:
-    from torch.distributed._composable.contract import REGISTRY_KEY
-
     found = list(ignored_params or ())
     for each in found:
         if not isinstance(each, nn.Parameter):
             raise ValueError(f"ignored_params: expected parameters, found a {type(each).__name__}")
-    # What torch's `replicate` manages stays as it is.
-    for child in module.modules():
-        if "replicate" in getattr(child, REGISTRY_KEY, ()):
-            found += child.parameters()
+    for child in filter(is_replicated, module.modules()):
+        found += child.parameters()
     return resolve_ignored(module, None, found) if found else Ignored()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from typing_extensions import Self, deprecated
 
 import flatparam_runtime as runtime
@@ -345,8 +346,6 @@ def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) ->
     """Return the class of a sharded module whose class is `original`: `FSDPLinear` for `Linear`."""
     found = _CLASSES.get((original, base))
     if found is None:
-        from torch.distributed._composable.contract import REGISTRY_KEY
-
         content = {
             # For `replicate` of torch, which leaves such modules alone.
             REGISTRY_KEY: {"fully_shard": None},

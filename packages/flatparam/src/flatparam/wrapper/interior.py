@@ -30,6 +30,8 @@ class Interior:
     unit: Unit
     settings: StateDictSettings
     """The form of the wrapper's state."""
+    ignored: frozenset[nn.Module] = frozenset()
+    """The modules that are left whole, with all below them."""
     clean_names: bool = False
     """Whether parameters and buffers always have the names of the unwrapped module."""
     is_loading: bool = False
@@ -112,11 +114,11 @@ def wrappers_in(module: nn.Module, *, root_only: bool = False) -> dict[nn.Module
             found[current] = interior
             if root_only:
                 continue
-        stack.extend(child for child in reversed(list(current.children())) if not _is_replicated(child))
+        stack.extend(child for child in reversed(list(current.children())) if not is_replicated(child))
     return found
 
 
-def _is_replicated(module: nn.Module) -> bool:
+def is_replicated(module: nn.Module) -> bool:
     """Return whether torch's composable `replicate` has `module`: then it is not FSDP's."""
     return "replicate" in (_get_registry(module) or ())
 
