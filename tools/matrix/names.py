@@ -66,6 +66,7 @@ OF_OBJECTS: Final[Mapping[str, str]] = {
     "_metadata": "torch.nn.Module().state_dict()",
     "_non_persistent_buffers_set": "torch.nn.Module()",
     "_parameters": "torch.nn.Module()",
+    "_patched_state_dict": "torch.distributed.checkpoint.state_dict",
     # Its constructor sets it.
     "_process_group": (
         "type('Made', (), dict.fromkeys("

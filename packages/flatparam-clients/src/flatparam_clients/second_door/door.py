@@ -82,7 +82,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
 
 
 @final
-class _State:
+class _WaitingGradients:
     """The part of FSDP2's state of a module that torch's pipelines ask for, to reduce what micro-batches have left."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -97,9 +97,9 @@ class _State:
             tree.reduce_waiting()
 
 
-def _state_of(module: nn.Module) -> _State | None:
+def _state_of(module: nn.Module) -> _WaitingGradients | None:
     """Return the state of a module that `fully_shard` has sharded, or None."""
-    return _State(module) if isinstance(module, PresentedModule) else None
+    return _WaitingGradients(module) if isinstance(module, PresentedModule) else None
 
 
 fully_shard.state = _state_of  # type: ignore[attr-defined]  # torch's function has it
