@@ -325,6 +325,10 @@ def test_a_compiled_model(group: Collectives, files: Files, originals: bool) -> 
     again = mine().get_model_state_dict(compiled, options=options(full_state_dict=True))
     assert_model(again, state)
     mine().set_model_state_dict(compiled, again, options=options(full_state_dict=True))
+    inside = nn.Sequential(torch.compile(wrapped(originals, seed=2), backend="eager"))
+    named = {f"0.{name}": value for name, value in state.items()}
+    mine().set_model_state_dict(inside, named, options=options(full_state_dict=True))
+    assert_model(mine().get_model_state_dict(inside, options=options(full_state_dict=True)), named)
 
 
 @on_ranks(2, originals=BOTH)

@@ -28,7 +28,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-comm": Budget(5_479, 5_500),
     "flatparam-runtime": Budget(6_557, 5_500),
     "flatparam-state": Budget(4_873, 4_700),
-    "flatparam": Budget(6_857, 6_000),
+    "flatparam": Budget(6_874, 6_000),
     "flatparam-clients": Budget(3_731, 8_000),
     "flatparam-files": Budget(8_000, 8_000),
     "flatparam-certify": Budget(2_962, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(108, 110),
-    "lines": Budget(70_335, 52_000),
+    "lines": Budget(70_352, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

@@ -30,7 +30,7 @@ from flatparam.in_place import module_state as in_place
 from flatparam.state.form_settings import form_of, settings_shown
 from flatparam.state.load_hooks import streamed
 from flatparam.wrapper.interior import wrappers_in
-from flatparam_core import FlatParamError, clean_fqn
+from flatparam_core import FSDP_WRAPPED_MODULE, FlatParamError, clean_fqn
 from flatparam_runtime import units_in
 from flatparam_state import StateForm, load_optimizer_state, model_state_dict, optimizer_state_dict
 from flatparam_state.forms.chunker import is_dtensor
@@ -88,7 +88,7 @@ def _of_sharded_models(function: F) -> F:
             given = args[0] if args else named.get("optimizers")
             with _unpatched([model, *(given if isinstance(given, (list, tuple)) else [given])]):
                 # What `torch.compile` has returned has one name more than the module inside.
-                return function(model._modules.get(COMPILED) or model, *args, **named)
+                return function(model._modules.get(COMPILED, model), *args, **named)
         # Torch's module also loads torch's FSDP, so it is imported only if it is needed.
         if named.get("options") is not None:
             named["options"] = torchs_own(_HOME, "StateDictOptions")(**vars(named["options"]))
@@ -197,7 +197,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], 
     elif not state:
         return nn.modules.module._IncompatibleKeys([], [])
     with _form_of(model, options):
-        return model.load_state_dict(state, strict=options.strict)
+        return model.load_state_dict(_with_compiled_names(model, state), strict=options.strict)
 
 
 @_of_sharded_models
@@ -328,6 +328,23 @@ def _with_tied_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str,
     full: Any = copy.copy(state)
     full.update(lacking)
     return cast("Mapping[str, Any]", full)
+
+
+def _with_compiled_names(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with the names that torch's loading expects below what `torch.compile` has returned."""
+    compiled = {
+        f"{clean_fqn(path)}.": f"{path}.{COMPILED}."
+        for path, module in model.named_modules()
+        if COMPILED in module._modules and FSDP_WRAPPED_MODULE not in path
+    }
+    if not compiled:
+        return state
+    renamed: Any = copy.copy(state)
+    for key in [key for key in state if COMPILED not in key]:
+        below = max((prefix for prefix in compiled if key.startswith(prefix)), key=len, default="")
+        if below:
+            renamed[compiled[below] + key[len(below) :]] = renamed.pop(key)
+    return cast("Mapping[str, Any]", renamed)
 
 
 def _several(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> Sequence[Any]:
