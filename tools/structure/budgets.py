@@ -40,7 +40,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-plan": Budget(7_849, 8_000),
     "flatparam-publish": Budget(2_464, 8_000),
     "flatparam-sums": Budget(1_715, 8_000),
-    "flatparam-simdev": Budget(1_955, 8_000),
+    "flatparam-simdev": Budget(1_957, 8_000),
 }
 
 
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(392, 350),
     "files under 100 lines": Budget(108, 110),
-    "lines": Budget(70_352, 52_000),
+    "lines": Budget(70_354, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

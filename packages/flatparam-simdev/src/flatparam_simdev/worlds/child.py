@@ -66,6 +66,8 @@ def run_child(plan: ChildPlan, connection: Connection) -> None:
     """Run as rank `plan.rank`, and send one `Report`."""
     with plan.stacks.open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks)
+        # A crash in native code says where Python was.
+        faulthandler.enable()
         try:
             result = pickle.dumps(_run(plan))
         except BaseException as error:
