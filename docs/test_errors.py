@@ -131,8 +131,8 @@ def in_place_twice() -> None:
     our_fully_shard(our_fully_shard(nn.Linear(2, 2), mesh=ALONE), mesh=ALONE)
 
 
-def to_a_part(ranks: Collectives) -> None:
-    our_fully_shard(nn.Linear(2, 2), reshard_after_forward=2)
+def to_three_ranks(ranks: Collectives) -> None:
+    our_fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
 
 
 class Scale(nn.Module):
@@ -544,7 +544,7 @@ CASES: Final[dict[str, dict[str, Provoke]]] = {
         "passed `dp_mesh_dims` to `fully_shard`": lambda: our_fully_shard(
             nn.Linear(2, 2), mesh=ALONE, dp_mesh_dims="shard"
         ),
-        "resharded to a part of the ranks": lambda: run_threads(4, to_a_part),
+        "resharded to a number that is no divisor": lambda: run_threads(4, to_three_ranks),
         "sharded a container in place": lambda: our_fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=ALONE),
         "sharded a module in place twice": in_place_twice,
         "sharded a module in place after the one around it": in_place_inside,

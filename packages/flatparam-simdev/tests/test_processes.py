@@ -98,11 +98,19 @@ def _exits(comm: Collectives) -> None:
     comm.barrier()
 
 
+def _crashes(comm: Collectives) -> None:
+    if comm.rank == 1:
+        os.abort()
+    comm.barrier()
+
+
 def test_a_killed_child_is_told_from_one_that_failed() -> None:
-    """A rank that dies is a RankDied with the signal, or with the exit code, that ended it."""
+    """A rank that dies is a RankDied with the signal, or with the exit code, and with where it crashed."""
     with pytest.raises(RankDied, match="rank 1 of 2 was killed by SIGKILL before it had a result") as raised:
         run_processes(2, _killed)
     assert (raised.value.rank, raised.value.signal, raised.value.exitcode) == (1, "SIGKILL", -signal.SIGKILL)
+    with pytest.raises(RankDied, match=r"(?s)rank 1 of 2 was killed by SIGABRT .* in _crashes"):
+        run_processes(2, _crashes)
     with pytest.raises(RankDied, match="rank 0 of 2 ended with exit code 3") as raised:
         run_processes(2, _exits)
     assert (raised.value.rank, raised.value.signal, raised.value.exitcode) == (0, "", 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, Protocol, TypeAlias, final
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias, final
 
 import attrs
 import torch
@@ -182,6 +182,7 @@ class WireGather:
     """The gather of full parameters through a codec; the plan of a unit has it."""
 
     codec: Codec
+    rounds: ClassVar[bool] = True
 
     def gather(
         self, group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, label: str, hook: object

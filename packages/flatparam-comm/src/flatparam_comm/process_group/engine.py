@@ -237,10 +237,7 @@ class ProcessGroupCollectives:
     def _begin(self, site: checks.Site, tensor: Tensor | None = None, detail: int = 0) -> GroupMonitor:
         """Count the next collective of the group; for the errors see `GroupMonitor.begin`."""
         calls = self._calls or self._find_calls()
-        if tensor is None:
-            calls.begin(site)
-        else:
-            calls.begin(site, tensor.dtype, tensor.numel(), detail)
+        calls.begin(site, *(() if tensor is None else (tensor.dtype, tensor.numel(), detail)))
         return calls
 
     def _find_calls(self) -> GroupMonitor:

@@ -5,28 +5,35 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import attrs
 from torch import Tensor
 
-from flatparam_comm.collectives import Collectives, Pending
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending
 from flatparam_comm.transfer.streams import Copies, Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_uneven
 from flatparam_core import FlatLayout, FlatParamHandle, Residency
 
+Hook: TypeAlias = Callable[[Tensor, Tensor], None]
 _IS_OFFLOADED: Final = operator.attrgetter("is_offloaded")
 _AT_ONCE: Final = contextlib.nullcontext(Copies())
 """The context of copies that are made at once."""
 
 
-class TakesFewerBytes(Protocol):
-    """A way to gather shards in a format of fewer bytes; an add-on has one."""
+class OwnGather(Protocol):
+    """A unit's own way to gather what it computes with; add-ons have some."""
+
+    @property
+    def rounds(self) -> bool:
+        """Tell whether what it gathers may differ from what the shards have."""
+        ...
 
     def gather(
-        self, group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, label: str, hook: object
+        self, group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, label: str, hook: Any
     ) -> Pending | None:
         """Issue the gather of `full`, of which `layout` says the shards; None if it is better done as usual."""
+        ...
 
 
 @final
@@ -42,7 +49,7 @@ class Gather:
     stamp: int = 0
     """The sum of the handles' stamps when it was issued: a different sum later means that the shards have changed."""
     is_rounded: bool = False
-    """Whether a wire may have rounded the full parameters."""
+    """Whether the full parameters may have been rounded on their way."""
     _pending: list[Pending | Mark] = attrs.field(factory=list)
 
     @classmethod
@@ -55,8 +62,8 @@ class Gather:
         full_precision: bool = False,
         copied: bool = False,
         take_over: bool = True,
-        hook: Callable[[Tensor, Tensor], None] | None = None,
-        wire: TakesFewerBytes | None = None,
+        hook: Hook | None = None,
+        own: OwnGather | None = None,
     ) -> Gather:
         """Issue one all-gather for each of `handles`, which are sharded over `group`.
 
@@ -67,12 +74,12 @@ class Gather:
             copied: gather into memory of their own, even if nothing is sharded.
             take_over: check whether the user has given a parameter different data; see `FlatParamHandle.taken_over`.
             hook: called with `(shard, full)` instead of the all-gather.
-            wire: gathers in fewer bytes, if it can.
+            own: gathers in its own way, if it can.
 
         Raises:
             CollectiveError: if a collective cannot be issued. Those before it are then waited for; nothing is kept.
         """
-        gather = cls(handles, is_rounded=wire is not None)
+        gather = cls(handles, is_rounded=own is not None and own.rounds)
         options = {"full_precision": full_precision, "copied": copied}
         try:
             # On an accelerator, shards are copied beside the computation. The memory that they are copied to is
@@ -84,17 +91,8 @@ class Gather:
                 for handle in handles:
                     full, shard = handle.begin_unshard(take_over=take_over, **options)
                     gather.stamp += handle.gathered
-                    layout = handle.forms.layout
-                    pending = None if wire is None else wire.gather(group, layout, full, shard, label, hook)
-                    if pending is not None:
-                        gather._pending.append(pending)
-                    elif hook is not None:
-                        check_even(handle.layout, "the hook in the place of the all-gather")
-                        hook(shard, full)
-                    elif layout.uneven_numels:
-                        gather._pending.append(gather_uneven(group, layout, full, shard, label=label))
-                    else:
-                        gather._pending.append(group.all_gather(full, shard, label=label))
+                    pending = gather_one(group, handle.forms.layout, full, shard, label, hook, own)
+                    gather._pending.append(pending)
             if copies.end is not None:
                 gather._pending.append(copies.end)
         except BaseException:
@@ -140,3 +138,25 @@ class Gather:
         for handle in self.handles:
             if handle.residency is not Residency.SHARDED:
                 handle.reshard()
+
+
+def gather_one(
+    group: Collectives,
+    layout: FlatLayout,
+    full: Tensor,
+    shard: Tensor,
+    label: str,
+    hook: Hook | None,
+    own: OwnGather | None,
+) -> Pending:
+    """Issue the gather of one flat parameter, `full`, whose shards `layout` says; the rest is as for `Gather.issue`."""
+    pending = None if own is None else own.gather(group, layout, full, shard, label, hook)
+    if pending is not None:
+        return pending
+    if hook is not None:
+        check_even(layout, "the hook in the place of the all-gather")
+        hook(shard, full)
+        return COMPLETED
+    if layout.uneven_numels:
+        return gather_uneven(group, layout, full, shard, label=label)
+    return group.all_gather(full, shard, label=label)

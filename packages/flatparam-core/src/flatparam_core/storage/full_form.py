@@ -262,32 +262,20 @@ class FullForms:
     """The dtype of computation, unless somebody asks for full precision."""
     nbytes: tuple[int, int] = attrs.field(init=False)
     """The bytes of the full parameters in the dtype of computation, and in their own."""
-    current: FullForm = attrs.Factory(lambda self: self._new(self.dtype(full_precision=False)), takes_self=True)
+    current: FullForm = attrs.field(init=False)
     """The full parameters that are in memory now, or were last."""
     _others: dict[tuple[torch.dtype, bool], FullForm] = attrs.field(factory=dict)
 
     stepped: torch.dtype = attrs.field(init=False)
     """The dtype of `.grad` of what an optimizer holds."""
 
-    @stepped.default
-    def _as_precision_steps(self) -> torch.dtype:
-        return self.precision.grad(self.layout.dtype)
-
-    @_computed.default
-    def _as_precision_says(self) -> torch.dtype:
-        return self.precision.compute(self.layout.dtype)
-
-    @nbytes.default
-    def _as_dtypes_say(self) -> tuple[int, int]:
-        return self.layout.numel * self._computed.itemsize, self.layout.numel * self.layout.dtype.itemsize
-
-    @has_presenters.default
-    def _look_for_presenters(self) -> bool:
-        return any(PRESENTER in noted for noted in self.attributes)
-
-    @meshes.default
-    def _look_for_meshes(self) -> Any:
-        return next(filter(None, (getattr(n.get(PRESENTER), "meshes", None) for n in self.attributes)), None)
+    def __attrs_post_init__(self) -> None:
+        own, marks = self.layout.dtype, [noted.get(PRESENTER) for noted in self.attributes]
+        self._computed, self.stepped = self.precision.compute(own), self.precision.grad(own)
+        self.nbytes = self.layout.numel * self._computed.itemsize, self.layout.numel * own.itemsize
+        self.has_presenters = any(PRESENTER in noted for noted in self.attributes)
+        self.meshes = next(filter(None, (getattr(mark, "meshes", None) for mark in marks)), None)
+        self.current = self._new(self._computed)
 
     def _new(self, dtype: torch.dtype) -> FullForm:
         return FullForm.create(self.layout, dtype=dtype, device=self.device, pool=self.pool)

@@ -340,7 +340,7 @@ class BackwardPass:
                 unit.begin_unshard(full_precision=unit.computes_in_full_precision)
                 count -= 1
 
-    @profiled(lambda self, record: _LEAVES[record.unit.is_trainable])
+    @profiled(lambda self, record: _LEAVES[bool(record.unit.trainable)])
     def _complete(self, record: UnitBackward) -> None:
         unit = record.unit
         record.move(Stage.COMPLETE)

@@ -54,7 +54,10 @@ class Reductions:
 
     def issue(self, unit: Unit, averaging: Averaging) -> None:
         """Issue the reduction of the gradients that `unit` has collected with these factors, if it has any."""
-        handles = unit.to_reduce
+        handles, unsynced = unit.trainable, unit.reducer.unsynced
+        if unsynced:
+            # Those that are trained now, or were since the last reduction.
+            handles = tuple(h for h in unit.handles if h in unsynced or h in handles)
         if not handles:
             return
         if self._reducing:

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from flatparam_comm import Precision, Topology
-from flatparam_comm.transfer.gather import TakesFewerBytes
+from flatparam_comm.transfer.gather import OwnGather
 from flatparam_comm.transfer.reduction import Sums
 from flatparam_runtime.agreement.nonfinite import Nonfinite, check_nonfinite
 
@@ -104,7 +104,7 @@ class UnitPlan:
         nonfinite: what follows if a gradient is infinite or not a number, on any rank: `"raise"` an error on every
             rank, `"skip"` the optimizer's step on every rank, or `"ignore"` it. The strictest unit of a tree decides.
         sums: how gradients are summed; `None`: by the backend.
-        gathers: how full parameters are gathered to compute with; `None`: as they are.
+        gathers: how full parameters are gathered to compute with; `None`: as they are, from all ranks.
     """
 
     topology: Topology
@@ -125,7 +125,7 @@ class UnitPlan:
     use_orig_params: bool = False
     nonfinite: Nonfinite = attrs.field(default="ignore", converter=check_nonfinite)
     sums: Sums | None = attrs.field(default=None, eq=False)
-    gathers: TakesFewerBytes | None = attrs.field(default=None, eq=False)
+    gathers: OwnGather | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
         for name, kind in (("topology", Topology), ("precision", Precision), ("prefetch", PrefetchPlan)):

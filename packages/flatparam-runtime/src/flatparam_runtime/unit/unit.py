@@ -122,19 +122,6 @@ class Unit:
         return tuple(filter(_IS_TRAINED, self.handles))
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether some parameter is to get a gradient."""
-        return any(map(_IS_TRAINED, self.handles))
-
-    @property
-    def to_reduce(self) -> tuple[FlatParamHandle, ...]:
-        """The flat parameters that the next reduction takes: those that are trained now, or were since the last one."""
-        unsynced = self.reducer.unsynced
-        if not unsynced:
-            return tuple(filter(_IS_TRAINED, self.handles))
-        return tuple(h for h in self.handles if h in unsynced or h.exposure.is_trainable)
-
-    @property
     def is_needed(self) -> bool:
         """Whether a context or a running forward call, of this unit or of a borrower, uses the full parameters."""
         if self.held.calls or self.showing.pins:
@@ -182,7 +169,7 @@ class Unit:
             copied=copied,
             take_over=self.plan.notices_replacement,
             hook=self.reducer.hooks.all_gather,
-            wire=None if full_precision else self.plan.gathers,
+            own=None if full_precision else self.plan.gathers,
         )
         if any(map(_TAKEN_OVER, self.handles)):
             self._tell_taken_over()
@@ -262,7 +249,8 @@ class Unit:
         if self.gather is None:
             return
         fit = all([each.computes_in(full_precision=full_precision) for each in self.handles])
-        fit = fit and self.gather.is_rounded is (self.plan.gathers is not None and not full_precision)
+        own = None if full_precision else self.plan.gathers
+        fit = fit and self.gather.is_rounded is (own is not None and own.rounds)
         if (not fit or (stale and self.is_stale)) and not self.is_needed:
             self.reshard()
 

@@ -66,8 +66,8 @@ def run_child(plan: ChildPlan, connection: Connection) -> None:
     """Run as rank `plan.rank`, and send one `Report`."""
     with plan.stacks.open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks)
-        # A crash in native code says where Python was.
-        faulthandler.enable()
+        # A crash in native code writes down where Python was.
+        faulthandler.enable(file=stacks)
         try:
             result = pickle.dumps(_run(plan))
         except BaseException as error:
@@ -78,6 +78,7 @@ def run_child(plan: ChildPlan, connection: Connection) -> None:
         connection.send(Report(result))
         _leave()
         faulthandler.unregister(STACKS_SIGNAL)
+        faulthandler.disable()
 
 
 def _run(plan: ChildPlan) -> Any:

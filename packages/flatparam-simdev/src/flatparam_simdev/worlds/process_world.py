@@ -184,7 +184,8 @@ def _death(child: _Child, size: int) -> RankDied:
     exitcode = child.process.exitcode
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        return RankDied(rank, f"rank {rank} of {size} was killed by {name} before it had a result", exitcode, name)
+        message = f"rank {rank} of {size} was killed by {name} before it had a result\n{child.stacks()}".rstrip()
+        return RankDied(rank, message, exitcode, name)
     message = f"rank {rank} of {size} ended with exit code {exitcode} before it had a result"
     return RankDied(rank, message, -1 if exitcode is None else exitcode, "")
 

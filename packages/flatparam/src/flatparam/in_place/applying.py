@@ -154,15 +154,15 @@ def fully_shard(
         mesh: the ranks to shard over: a mesh of one dimension, of two (replicate, shard) with copies across the first,
             or what `process_group` of `FullyShardedDataParallel` takes; `None`: the default group, or that of threads.
         reshard_after_forward: `True` frees full parameters between forward and backward; `False` keeps them; `None`
-            keeps those of the outermost module. The number of ranks of the shard group means `True`, 1 means `False`.
+            keeps those of the outermost module. A number of ranks: each of so many neighbours in the shard group keeps
+            a part, and the backward pass gathers from them.
         shard_placement_fn: may be given if it returns `None` or `Shard(0)`: no different dimension can be cut.
         mp_policy: the dtypes, as a `MixedPrecisionPolicy` of flatparam or of torch.
         offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model decides.
-        reduction: see `FullyShardedDataParallel`; not in FSDP2.
-        wire: see `FullyShardedDataParallel`; not in FSDP2.
+        reduction, wire: see `FullyShardedDataParallel`; not in FSDP2.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
         values_later: whether parameters on the meta device that nothing can begin wait for a load. Not in FSDP2.
 
@@ -301,15 +301,15 @@ def resolve_in_place(
     device = resolve_device(_device_of(mesh), module, ignored, offload=offloads)
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and _is_accelerator(device, module):
         raise ValueError("offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()")
+    carriage = given.carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire)
     plan = UnitPlan(
         topology,
-        **freeing(reshard_after_forward, topology),
+        **{**carriage, **freeing(reshard_after_forward, topology, carriage.get("gathers"))},
         overlaps_reductions=None,
         casting=_casting(precision),
         storage_device=torch.device("cpu") if offloads else None,
         use_orig_params=True,
         nonfinite=nonfinite,
-        **given.carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire),
     )
     mixed = MixedPrecision(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     return Resolved(

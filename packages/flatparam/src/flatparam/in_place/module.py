@@ -14,8 +14,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from typing_extensions import Self, deprecated
 
 import flatparam_runtime as runtime
+from flatparam.addons import load
 from flatparam.in_place import module_state
-from flatparam.in_place.module_state import initialisers_of, make_on_device
 from flatparam.state import saving
 from flatparam.wrapper import interior, refusing, training
 from flatparam.wrapper.refusing import unit_behind
@@ -102,7 +102,8 @@ class FSDPModule(_Base):
         """
         check_flag("reshard_after_forward", reshard_after_forward)
         for unit in _units_of(self, recurse):
-            unit.change_plan(**freeing(reshard_after_forward, unit.topology))
+            own = getattr(unit.plan.gathers, "inner", unit.plan.gathers)
+            unit.change_plan(**freeing(reshard_after_forward, unit.topology, own))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters are freed after a backward pass that does not reduce gradients.
@@ -267,7 +268,7 @@ class FSDPModule(_Base):
         Raises:
             FlatParamError: for a different device than the one on which the module was sharded.
         """
-        make_on_device(self, device)
+        module_state.make_on_device(self, device)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -352,7 +353,7 @@ def class_for(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) ->
             "_sharded_class": original,
             "__module__": original.__module__,
             "__doc__": original.__doc__,
-            **initialisers_of(original),
+            **module_state.initialisers_of(original),
             # These names are not FSDP2's: a class of the user's that has one keeps it.
             **{name: getattr_static(original, name) for name in _OWN if hasattr(original, name)},
         }
@@ -366,34 +367,27 @@ def _empty(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> nn
     return object.__new__(class_for(original, base))
 
 
-def freeing(reshard_after_forward: Any, topology: runtime.Topology) -> dict[str, Any]:
-    """Return the fields of a plan that say whether the full parameters are freed between forward and backward.
+def freeing(reshard_after_forward: Any, topology: runtime.Topology, gathers: Any) -> dict[str, Any]:
+    """Return the fields of a plan that say what is freed between forward and backward, and how that is gathered.
 
     Raises:
         TypeError: for anything but a bool, an int or `None`.
         ValueError: for an int that is no number of ranks to gather from in the backward pass.
     """
     if reshard_after_forward is None:
-        return {"free_after_forward": True, "keeps_outermost": True, "keeps_last": True}
-    frees = reshard_after_forward
+        return {"free_after_forward": True, "keeps_outermost": True, "keeps_last": True, "gathers": gathers}
+    frees, size = reshard_after_forward, topology.shard.size
     if not isinstance(frees, int):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, found {frees!r}")
     if not isinstance(frees, bool):
-        frees = _as_bool(frees, topology.shard.size)
-    return {"free_after_forward": frees, "keeps_outermost": False, "keeps_last": False}
-
-
-def _as_bool(ranks: int, size: int) -> bool:
-    if ranks < 1 or size % ranks:
-        raise ValueError(
-            f"reshard_after_forward: expected a divisor of the {size} ranks of the shard group, found {ranks}"
-        )
-    if ranks not in (1, size):
-        raise ValueError(
-            f"reshard_after_forward={ranks}: flatparam does not reshard to a part of the {size} ranks; pass True or "
-            f"False, or a mesh of two dimensions whose shard dimension has {ranks} ranks"
-        )
-    return ranks == size
+        if frees < 1 or size % frees:
+            raise ValueError(
+                f"reshard_after_forward: expected a divisor of the {size} ranks of the shard group, found {frees}"
+            )
+        if 1 < frees < size:
+            gathers = load("flatparam_meshes").KeptParts.over(topology, frees, gathers)
+        frees = frees > 1
+    return {"free_after_forward": frees, "keeps_outermost": False, "keeps_last": False, "gathers": gathers}
 
 
 def check_flag(name: str, value: object) -> None:
