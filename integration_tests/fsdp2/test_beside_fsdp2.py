@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -528,8 +529,112 @@ def beside_replicate(side: Side) -> Any:
     return trained(side, model, torch.optim.SGD(model.parameters(), lr=0.1)), found
 
 
+def converted_inside(side: Side) -> Any:
+    """Modules inside a sharded one are converted, or given new memory and values, before the first pass."""
+    model = seeded()
+    model.layers[1].requires_grad_(False)
+    side.shard(model)
+    called: list[Any] = []
+    if side.name != "ours":
+        model.head.weight.register_post_accumulate_grad_hook(lambda found: called.append(full(found.grad)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for inner in (model.layers[0].up, model.layers[1], model.head):
+        inner.to(torch.float64).to(torch.float32)
+    if side.name != "ours":
+        model.embedding.to_empty(device="cpu")
+        nn.init.constant_(model.embedding.weight, 0.5)
+    else:
+        full_values = torch.full((17, both.WIDTH), 0.5)
+        model.load_state_dict({**model.state_dict(), "embedding.weight": full_values})
+    trains = [p.requires_grad for p in model.parameters()]
+    losses = trained(side, model, optimizer)
+    assert side.name == "ours" or len(called) == both.STEPS
+    return trains, losses, state_of(model)
+
+
+def converted_between(side: Side) -> Any:
+    """The same between a backward pass and the step; FSDP2 goes on with old values, so there is no torch."""
+    if side.name == "torch":
+        return None
+    model = side.shard(seeded())
+    optimizer, losses = adamw(model), []
+    for step in range(both.STEPS):
+        losses.append(trained_once(side, model, step))
+        for inner in (model.layers[0].up, model.head):
+            inner.to(torch.float64).to(torch.float32)
+        optimizer.step()
+        model.layers[2].to(torch.float64).to(torch.float32)
+        optimizer.zero_grad()
+    unchanged = side.shard(seeded())
+    return losses, trained(side, unchanged, adamw(unchanged)), state_of(model), state_of(unchanged)
+
+
+def by_private_state(side: Side) -> Any:
+    """What verl and fairseq2 read and set in FSDP2's state of a module, between trained steps."""
+    mixed = side.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, found = side.shard(seeded(), mp_policy=mixed), []
+    if side.name == "ours":
+        model.set_reshard_after_forward(False)
+        return [None, None], [torch.bfloat16, torch.float32, True], trained(side, model, adamw(model)), state_of(model)
+    for module in (model, *model.layers):
+        state = module._get_fsdp_state()
+        state._auto_reshard_after_forward = False
+        group = state._fsdp_param_group
+        assert group.mesh_info.shard_mesh_size == 2
+        group.post_forward_mesh_info = None
+        found.append(group.post_forward_mesh_info)
+    policy = side.fully_shard.state(model)._mp_policy
+    facts = [policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs]
+    return found[:2], facts, trained(side, model, adamw(model)), state_of(model)
+
+
+def generating(side: Side) -> Any:
+    """As fairseq2 generates: full parameters, each replaced by a cast copy, until they are resharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    side.fully_shard(model[0])
+    side.fully_shard(model)
+    found = []
+    for _ in range(2):
+        for module in (model, model[0]):
+            module.unshard()
+        for module in model:
+            module.weight = nn.Parameter(module.weight.detach().to(torch.float32))
+        with torch.no_grad():
+            found.append(model(torch.ones(1, 4)))
+        for module in (model, model[0]):
+            module.reshard()
+        found.append(trained_here(model, side.rank))
+    return found, state_of(model)
+
+
+def trained_here(model: nn.Module, rank: int) -> Tensor:
+    """Step once by hand, and return the loss."""
+    loss = model(torch.ones(2, 4) * (rank + 1)).square().mean()
+    loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+def set_alike(side: Side) -> Any:
+    """Ranks that begin with different weights, and then set all of them: nothing is left to warn of."""
+    torch.manual_seed(side.rank)
+    model = side.fully_shard(nn.Linear(4, 4))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return trained_here(model, side.rank), state_of(model)
+
+
 PROGRAMS = [
     example,
+    converted_inside,
+    by_private_state,
+    generating,
+    set_alike,
     apart,
     beside_replicate,
     stepping_in_backward,
@@ -582,6 +687,16 @@ def _check_same(results: list[dict[str, Any]], program: Callable[[Side], Any], s
         for found in (theirs, ours):
             assert not isinstance(found, Failed), found.traceback
         assert_same(ours, theirs, f"{program.__name__}, rank {rank}")
+
+
+def test_conversions_between_passes() -> None:
+    """What is converted between a pass and the step, there and back, is stepped as if nothing had happened."""
+    for of_rank in run_processes(2, both.run_both, [converted_between]):
+        for found in of_rank["converted_between"][1:]:
+            assert not isinstance(found, Failed), found.traceback
+            losses, expected, state, expected_state = found
+            assert_same(losses, expected)
+            assert_same(state, expected_state)
 
 
 def test_clipping_differs_in_rounding_only() -> None:

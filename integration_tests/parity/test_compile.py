@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatparam
 import flatparam.wrap
+from flatparam_clients.second_door.door import fsdp2_names
 from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 
@@ -130,6 +131,45 @@ def test_compiled_training_is_the_same(exposure: str, what: str) -> None:
         assert report[f"{exposure} {what}"]["graphs"] > 0
         assert report[f"{exposure} {what}"]["losses"] == report["ours nothing"]["losses"]
         assert report["ours nothing"]["losses"] == report["torch nothing"]["losses"]
+
+
+def train_by_one_function(group: Collectives, kind: str, backend: str | None) -> list[float]:
+    """The losses of steps by one function: forward and backward pass, step and zeros; compiled, if there is a backend."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = Model()
+    if kind == "door":
+        for block in model.blocks:
+            fsdp2_names()["torch.distributed.fsdp", "fully_shard"](block)
+        fsdp2_names()["torch.distributed.fsdp", "fully_shard"](model)
+    else:
+        model = wrap("ours", model, use_orig_params=kind == "ours")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if backend is not None:
+        step = torch.compile(step, backend=backend)
+    inputs = torch.randn(STEPS, 4, WIDTH, generator=torch.Generator().manual_seed(group.rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [step(x).item() for x in inputs]
+
+
+def train_by_functions(group: Collectives) -> dict[tuple[str, str | None], list[float]]:
+    kinds, backends = ("ours", "flat", "door"), (None, "eager", "aot_eager")
+    return {(k, b): train_by_one_function(group, k, b) for k in kinds for b in backends}
+
+
+def test_a_function_of_a_whole_step() -> None:
+    """A function that also has the backward pass and the optimizer's step trains as it does uncompiled."""
+    for found in run_processes(2, train_by_functions, timeout=300):
+        assert len({tuple(losses) for losses in found.values()}) == 1, found
 
 
 class Recomputed(nn.Module):

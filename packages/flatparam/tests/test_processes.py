@@ -1,5 +1,6 @@
 """The same wrapper over torch's process groups and meshes, in real processes."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam import ShardingStrategy, StateDictType
@@ -152,3 +155,50 @@ def warned_of(ranks: Collectives, use_orig_params: bool) -> list[str]:
 def test_a_sharded_state_warns_of_nothing(use_orig_params: bool) -> None:
     """Torch warns that its `ShardedTensor` is deprecated, which no user of ours can do anything about."""
     assert run_processes(2, warned_of, use_orig_params) == [[], []]
+
+
+def stepped_by_zero(ranks: Collectives, use_orig_params: bool) -> tuple[Any, Any]:
+    """The states after three steps of copies: of an optimizer that shards its state, and of an ordinary one."""
+    warnings.simplefilter("ignore")
+    states = []
+    for kind in (functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam), torch.optim.Adam):
+        model = FSDP(
+            seeded(mlp),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=use_orig_params,
+        )
+        train(model, kind(model.parameters(), lr=0.1), inputs(ranks.rank))
+        states.append(model.state_dict())
+    return states[0], states[1]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_torchs_sharding_of_optimizers_beside_copies(use_orig_params: bool) -> None:
+    """Each rank steps some of the parameters of ZeroRedundancyOptimizer, and that is no divergence."""
+    for found, expected in run_processes(2, stepped_by_zero, use_orig_params):
+        assert_same_state(found, expected)
+
+
+def tracked_by_torch(ranks: Collectives) -> set[int]:
+    """The bytes that torch's tracker of memory counts after two steps, of all kinds together."""
+    model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        for x in inputs(ranks.rank)[:2]:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+            del x
+        found = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
+    return {nbytes for nbytes in found.values() if nbytes}
+
+
+def test_torchs_tracker_sees_what_is_freed() -> None:
+    """After a step torch's `MemTracker` counts the shards, and no full parameter that was freed."""
+    linears = [each for each in mlp() if isinstance(each, nn.Linear)]
+    shards = sum(-(-sum(p.numel() for p in each.parameters()) // 2) for each in linears)
+    assert run_processes(2, tracked_by_torch) == [{4 * shards}] * 2

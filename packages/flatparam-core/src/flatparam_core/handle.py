@@ -70,7 +70,7 @@ class FlatParamHandle:
     """The full parameters; the buffer of the current form is allocated exactly while the handle is not SHARDED."""
     gradients: GradientLedger = attrs.field()
     residency: Residency = Residency.SHARDED
-    trained: list[bool] = attrs.field(init=False)
+    trained: list[bool] = attrs.Factory(lambda self: [*self.exposure.requires_grad()], takes_self=True)
     """For each parameter, whether it was to get a gradient when the full parameters were last shown."""
     taken_over: tuple[str, ...] = ()
     """The parameters that the user gave other data, which the last unshard copied to the shard."""
@@ -81,10 +81,6 @@ class FlatParamHandle:
 
     def __attrs_post_init__(self) -> None:
         self.flat_param._held_by = weakref.ref(self)
-
-    @trained.default
-    def _look_what_is_trained(self) -> list[bool]:
-        return list(self.exposure.requires_grad())
 
     @gradients.default
     def _make_gradients(self) -> GradientLedger:

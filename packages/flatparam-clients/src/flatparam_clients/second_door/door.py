@@ -9,7 +9,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from flatparam_clients.second_door.faces import (
     have_dtensors_without_address,
 )
 from flatparam_clients.second_door.held_parts import have_optimizers_step_parts
-from flatparam_clients.second_door.presented import PresentedModule, routed
+from flatparam_clients.second_door.presented import PresentedModule, routed, state_of
 from flatparam_comm import ProcessGroupCollectives
 from flatparam_core import CHUNK, LayoutRule
 from flatparam_meshes import KEEPS_ROWS
-from flatparam_runtime import tree_of, unit_of, units_in
+from flatparam_runtime import unit_of
 
 _CALLS: Final = itertools.count(1)
 
@@ -81,28 +81,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, **named: Any) ->
     return module
 
 
-@final
-class _WaitingGradients:
-    """The part of FSDP2's state of a module that torch's pipelines ask for, to reduce what micro-batches have left."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._state_ctx = self
-        self.all_states = (self,)
-        self._fsdp_param_groups = ()
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that passes without synchronisation have collected; every rank calls it."""
-        for tree in dict.fromkeys(map(tree_of, units_in(self._module))):
-            tree.reduce_waiting()
-
-
-def _state_of(module: nn.Module) -> _WaitingGradients | None:
-    """Return the state of a module that `fully_shard` has sharded, or None."""
-    return _WaitingGradients(module) if isinstance(module, PresentedModule) else None
-
-
-fully_shard.state = _state_of  # type: ignore[attr-defined]  # torch's function has it
+fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's function has it
 
 
 @contextlib.contextmanager

@@ -39,22 +39,21 @@ class ShardedParameter(DTensor):
 
     original: nn.Parameter
     _shown_grad: DTensor | None
-    _hooks: Any
-    """The hooks of users for the gradient that is reduced; autograd does not see them."""
+    _passes_on: _PassesOn
 
     def stand_for(self, original: nn.Parameter, hooks: Any = None) -> None:
         """Be the face of `original`."""
-        self.original, self._shown_grad, self._hooks = original, None, hooks
+        self.original, self._shown_grad, self._passes_on = original, None, _PassesOn(hooks)
         # Autograd calls it with the face, so that nothing refers to the face itself.
-        _HOOKS_OF_FACE.__set__(self, {0: _pass_on})
+        _HOOKS_OF_FACE.__set__(self, {0: self._passes_on})
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        return self._hooks
+        return self._passes_on.hooks
 
     @_post_accumulate_grad_hooks.setter
     def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
-        self._hooks = hooks
+        self._passes_on.hooks = hooks
 
     @property
     def grad(self) -> Tensor | None:
@@ -132,14 +131,22 @@ class ShardedParameter(DTensor):
         return nn.Parameter, (self.detach(), self.requires_grad)
 
 
-def _pass_on(face: ShardedParameter) -> None:
-    """Add what autograd has just computed for a face itself to the gradient of the plain parameter."""
-    before, face.grad = face.original.grad, _GRAD_OF_FACE.__get__(face)
-    found = face.original.grad
-    if before is not None and found is not None:
-        face.original.grad = before.add_(found)
-    for hook in tuple((face._hooks or {}).values()):
-        hook(face)
+@final
+@attrs.define(eq=False)
+class _PassesOn:
+    """The hook of autograd on a face."""
+
+    hooks: Any
+    """The hooks of users for the gradient that is reduced; autograd does not see them."""
+
+    def __call__(self, face: ShardedParameter) -> None:
+        """Add what autograd has just computed for the face itself to the gradient of the plain parameter."""
+        before, face.grad = face.original.grad, _GRAD_OF_FACE.__get__(face)
+        found = face.original.grad
+        if before is not None and found is not None:
+            face.original.grad = before.add_(found)
+        for hook in tuple((self.hooks or {}).values()):
+            hook(face)
 
 
 def presented(local: Tensor, like: DTensor) -> DTensor:
@@ -248,9 +255,22 @@ class DTensorFaces:
         newcomer: Any = given
         face.original.requires_grad_(given.requires_grad)
         hooks = newcomer._post_accumulate_grad_hooks
+        own = (hooks or {}).get(0)
+        if isinstance(own, _PassesOn):
+            # It was a face before.
+            hooks = own.hooks
         newcomer.__class__, newcomer._spec = ShardedParameter, face._spec
         newcomer.stand_for(face.original, hooks)
+        gradient = _GRAD_OF_FACE.__get__(newcomer)
+        if gradient is not None:
+            newcomer.grad = gradient
         return given
+
+    def lost(self, faces: Sequence[nn.Parameter]) -> Sequence[int]:
+        """Return the indices of the plain `DTensor`s: torch's `_apply` swaps a parameter for what it has converted."""
+        if {ShardedParameter}.issuperset(map(type, faces)):
+            return ()
+        return [index for index, face in enumerate(faces) if not isinstance(face, ShardedParameter)]
 
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return the plain parameter that flatparam trains."""

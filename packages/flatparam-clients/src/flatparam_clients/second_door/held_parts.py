@@ -48,6 +48,8 @@ class _Held:
     """The parameters of each group, with faces."""
     parts: list[list[Any]] = attrs.field(factory=list)
     """The same with the plain parts in their places."""
+    kinds: list[type] = attrs.field(factory=list)
+    """The classes of the faces: `to()` of a module may turn one into a plain `DTensor` for a while."""
     shown: State = attrs.field(factory=dict)
     """The state that users see, while the optimizer steps; its tensors are `DTensor`s."""
     stored: State = attrs.field(factory=lambda: defaultdict(dict))
@@ -100,8 +102,9 @@ class _Held:
     def list_parts(self, optimizer: optim.Optimizer) -> None:
         """Put the parts in the places of the faces."""
         lists = [group["params"] for group in optimizer.param_groups]
-        if len(lists) != len(self.faces) or not all(map(_are_same, lists, self.faces)):
-            self.faces = [[*each] for each in lists]
+        kinds = [*map(type, itertools.chain(*lists))]
+        if len(lists) != len(self.faces) or not all(map(_are_same, lists, self.faces)) or kinds != self.kinds:
+            self.faces, self.kinds = [[*each] for each in lists], kinds
             self.parts = [[_part_of(parameter) for parameter in each] for each in lists]
         for parameters, parts in zip(lists, self.parts, strict=True):
             parameters[:] = parts
@@ -257,6 +260,7 @@ def have_optimizers_step_parts() -> None:
     HOLDERS.append(_holding_parts)
     zero_grad = optim.Optimizer.zero_grad
 
+    @untraced
     @functools.wraps(zero_grad)
     def zero_parts(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
         held: _Held | None = vars(optimizer).get(_HELD)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
+import attrs
 from torch import nn
 
 import flatparam_runtime as runtime
+from flatparam import MixedPrecisionPolicy
 from flatparam.compat import torchs_own
-from flatparam.in_place.module import FSDPModule
+from flatparam.in_place.module import FSDPModule, freeing
 from flatparam_clients.names import STATE_FUNCTIONS
 from flatparam_core import FlatParamError
 
@@ -49,6 +51,10 @@ class PresentedModule(FSDPModule):
 
     _is_fsdp_managed_module = True  # Torch's FSDP2 notes it for the compiler, and libraries that shard by it, too.
 
+    def _get_fsdp_state(self) -> StateView:
+        """Return FSDP2's state of the module, as far as programs look into it."""
+        return StateView(self)
+
     def _fqn_modifiers(self) -> dict[str, str]:  # type: ignore[override]  # the class refuses
         """Tell torch's functions of state that no name is changed."""
         return {}
@@ -57,6 +63,104 @@ class PresentedModule(FSDPModule):
         # A module around it loads it: what is copied to a parameter is copied to its part of the shard.
         load: Any = super(FSDPModule, self)._load_from_state_dict
         load(*arguments)
+
+
+@final
+@attrs.define(eq=False)
+class StateView:
+    """FSDP2's state of a module: the names in it that torch's pipelines, and programs, read or set."""
+
+    _module: nn.Module
+
+    @property
+    def _unit(self) -> Any:
+        return runtime.unit_of(self._module)
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        plan = self._unit.plan
+        dtypes = (plan.precision.param_dtype, plan.precision.reduce_dtype, plan.casting.output_dtype)
+        return MixedPrecisionPolicy(*dtypes, cast_forward_inputs=plan.casting.at_root)
+
+    @property
+    def _fsdp_param_groups(self) -> tuple[GroupView, ...]:
+        return (GroupView(self._unit),) if self._unit.handles else ()
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _state_ctx(self) -> StateView:
+        return self
+
+    @property
+    def all_states(self) -> tuple[StateView]:
+        """Return itself: what torch's pipelines call is done for all modules inside at once."""
+        return (self,)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that passes without synchronisation have collected; every rank calls it."""
+        for tree in dict.fromkeys(map(runtime.tree_of, runtime.units_in(self._module))):
+            tree.reduce_waiting()
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return bool(self._unit.plan.keeps_last)
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, value: bool) -> None:
+        self._unit.change_plan(keeps_last=value, keeps_outermost=value)
+
+
+@final
+@attrs.frozen(eq=False)
+class MeshView:
+    """FSDP2's `FSDPMeshInfo` of a module."""
+
+    mesh: Any
+    shard_mesh_size: int
+    """The number of ranks that share each parameter."""
+
+
+@final
+@attrs.define(eq=False)
+class GroupView:
+    """FSDP2's group of a module's parameters: the names in it that programs read or set."""
+
+    _unit: Any
+
+    @property
+    def mesh_info(self) -> MeshView:
+        """Return the ranks."""
+        return MeshView(self._unit.topology.mesh, self._unit.topology.shard.size)
+
+    @property
+    def post_forward_mesh_info(self) -> MeshView | None:
+        """Return the ranks among which the parameters are sharded after the forward pass; None if they stay whole."""
+        plan = self._unit.plan
+        ranks = getattr(plan.gathers, "ranks", self.mesh_info.shard_mesh_size)
+        return MeshView(self.mesh_info.mesh, ranks) if plan.free_after_forward else None
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, value: Any) -> None:
+        plan = self._unit.plan
+        ranks = 1 if value is None else value.shard_mesh_size
+        own = getattr(plan.gathers, "inner", plan.gathers)
+        self._unit.change_plan(**freeing(True if ranks == plan.topology.shard.size else ranks, plan.topology, own))
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """Return the divisor of gradients that the user has set."""
+        return self._unit.reducer.divide_factor  # type: ignore[no-any-return]
+
+    def post_backward(self) -> None:
+        """Do nothing: the state reduces what waits."""
+
+
+def state_of(module: nn.Module) -> StateView | None:
+    """Return FSDP2's state of a module that its `fully_shard` has sharded, or None."""
+    return StateView(module) if isinstance(module, PresentedModule) else None
 
 
 def _taken_for_granted(name: str, why: str) -> Callable[..., None]:

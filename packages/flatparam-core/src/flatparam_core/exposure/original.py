@@ -42,7 +42,7 @@ class OriginalExposure:
     reading: Callable[[int], torch.Tensor | None] | None = None
     faces: Faces | None = None
     """The maker of the parameters that modules show, and users hold, in the place of the originals, if there is one."""
-    _shown: list[nn.Parameter] = attrs.field(init=False)
+    _shown: list[nn.Parameter] = attrs.Factory(lambda self: self._originals, takes_self=True)
     """The sharded form: the originals, or a face of each."""
     _changes: int = 0
     """The number of changes of originals that are gone."""
@@ -51,10 +51,6 @@ class OriginalExposure:
     _pieces: ShardPieces = attrs.field(init=False)
     _is_here: list[bool] = attrs.field(init=False)
     """For each original, whether it gets gradients on this rank: not if other ranks have all of its elements."""
-
-    @_shown.default
-    def _show_originals(self) -> list[nn.Parameter]:
-        return self._originals
 
     @_pieces.default
     def _cut(self) -> ShardPieces:
@@ -140,12 +136,19 @@ class OriginalExposure:
     def stamp(self) -> int:
         """Count the in-place changes of the flat parameter, and of all originals, also of those that were replaced."""
         versions: int = sum(map(_VERSION, self._originals))
+        if self.faces is not None:
+            # An operation on a face may count there alone.
+            versions += sum(map(_VERSION, self._shown))
         return self.flat_param._version + self._changes + versions
 
     @property
     def was_given_data(self) -> bool:
-        """Return whether an original lies elsewhere than where `refresh` has put it."""
-        return self._addresses != list(map(torch.Tensor.data_ptr, self._originals))
+        """Return whether an original lies elsewhere than where `refresh` has put it, or a face is none any more."""
+        return self._addresses != list(map(torch.Tensor.data_ptr, self._originals)) or bool(self._lost())
+
+    def _lost(self) -> Sequence[int]:
+        # A copy has no faces yet.
+        return () if self.faces is None or self._shown is self._originals else self.faces.lost(self._shown)
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """Copy what originals were given into new memory; an object put in an original's place becomes it."""
@@ -156,7 +159,7 @@ class OriginalExposure:
         registered = map(operator.is_, self._sites.registered(), self._sites.at_attributes(self._shown))
         if all(registered) and not self.was_given_data:
             return {}
-        given, newcomers = dict[int, nn.Parameter](), dict[int, nn.Parameter]()
+        given, newcomers, lost = dict[int, nn.Parameter](), dict[int, nn.Parameter](), self._lost()
         for index, (parameter, infos) in enumerate(zip(self._originals, self._sites.infos, strict=True)):
             found = infos[0].module._parameters.get(infos[0].param_name)
             for info in infos[1:]:
@@ -167,7 +170,7 @@ class OriginalExposure:
                     )
             if found is None:
                 raise replaced(infos[0])
-            if found is not self._shown[index]:
+            if found is not self._shown[index] or index in lost:
                 self._refuse_sharded(found, index)
                 given[index] = found if self.faces is None else self.faces.own_part(found)
                 newcomers[index] = found
@@ -209,9 +212,9 @@ class OriginalExposure:
                 # It is a parameter of its own again, which nothing here holds any more.
                 self._tied.remove(index)
                 part = self._pieces.views(self.flat_param.detach())[index]
-                own = self._originals[index] = nn.Parameter(part, requires_grad=found.requires_grad)
-                self._shown[index] = faces.make(own, self.flat_param.flat_layout.slots[index].spec)
-            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, self._shown[index])
+                self._originals[index] = nn.Parameter(part, requires_grad=found.requires_grad)
+            before = faces.make(self._originals[index], self.flat_param.flat_layout.slots[index].spec)
+            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, before)
             if (original := faces.original(face)) is not self._originals[index]:
                 self._changes += self._originals[index]._version + 1
                 self._originals[index] = original

@@ -40,6 +40,10 @@ class Faces(Protocol):
         """Return the face to show now that `given` was put in the place of `face`: `given` itself, if it can be one."""
         ...
 
+    def lost(self, faces: Sequence[nn.Parameter]) -> Sequence[int]:
+        """Return the indices of what is no face any more: `to()` of a module may turn it into another tensor."""
+        ...
+
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return what `face` stands for; it is another unit's, if a face of that unit was put in two places."""
         ...

@@ -115,14 +115,12 @@ class FlatBuffer:
     """The pool that its memory comes from and returns to; without one, or on an accelerator, torch allocates."""
     is_borrowed: bool = False
     """Whether the memory belongs to somebody else, and is always there."""
-    _storage: torch.UntypedStorage = attrs.field(init=False)
+    _storage: torch.UntypedStorage = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.tensor.untyped_storage(), takes_self=True)
+    )
     _source: BufferPool | None = attrs.field(init=False, default=None)
     """The pool that its current memory came from."""
     _gaps: list[torch.Tensor] | None = attrs.field(init=False, default=None)
-
-    @_storage.default
-    def _storage_of_tensor(self) -> torch.UntypedStorage:
-        return self.tensor.untyped_storage()
 
     @classmethod
     def create(

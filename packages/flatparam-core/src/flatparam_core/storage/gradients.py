@@ -84,7 +84,9 @@ class GradientLedger:
     buffer: FlatBuffer
     deposited: bytearray
     """One byte per parameter: 1 if a gradient has arrived since the last release."""
-    _turns: bytearray = attrs.field(init=False)
+    _turns: bytearray = attrs.field(
+        init=False, default=attrs.Factory(lambda self: bytearray(len(self.deposited)), takes_self=True)
+    )
     """One byte per parameter: whether an odd number of gradients was deposited since the last release."""
     _slots: tuple[torch.Tensor, ...] = ()
     _kept: dict[int, tuple[torch.Tensor, float]] = attrs.field(factory=dict)
@@ -94,10 +96,6 @@ class GradientLedger:
     """Whether the padding was written since the last release, so that nothing undefined is ever reduced."""
     _zeros: dict[torch.dtype, list[torch.Tensor]] = attrs.field(factory=dict)
     """By dtype, zeros for each stretch of padding."""
-
-    @_turns.default
-    def _no_turn(self) -> bytearray:
-        return bytearray(len(self.deposited))
 
     @classmethod
     def create(

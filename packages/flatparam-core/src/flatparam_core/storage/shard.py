@@ -24,11 +24,7 @@ class Shard:
     """The number of times that the flat parameter was given other memory."""
     address: int = -1
     """The address of the memory."""
-    device: torch.device = attrs.field(init=False)
-
-    @device.default
-    def _where_it_is(self) -> torch.device:
-        return self.flat_param.device
+    device: torch.device = attrs.Factory(lambda self: self.flat_param.device, takes_self=True)
 
     @classmethod
     def of(cls, flat_param: FlatParameter) -> Self:

@@ -100,6 +100,8 @@ def _own_parts(
 _PLAIN: Final = (bool, int, float, tuple)
 _STEPPED: Final = "_flatparam_stepped"
 """The attribute of an optimizer that holds the trees that it steps."""
+_IS_INSIDE: Final = "_flatparam_is_inside"
+"""Our mark on an optimizer inside another one, which steps the same on all ranks: `ZeroRedundancyOptimizer` is one."""
 _TORCHS_ZERO_GRAD: Final = optim.Optimizer.zero_grad
 
 
@@ -181,8 +183,11 @@ def _note_step(optimizer: optim.Optimizer) -> bool:
 
     An optimizer that steps inside backward is left out: a rank that has no part of a parameter need not step it.
     """
-    if in_backward():
+    if in_backward() or _IS_INSIDE in vars(optimizer):
         return False
+    inside = vars(optimizer).get("optim")
+    if isinstance(inside, optim.Optimizer):
+        setattr(inside, _IS_INSIDE, True)
     stepped = _stepped_by(optimizer)
     for fingerprint, groups in stepped.groups.items():
         for everywhere in (True, False):

@@ -407,11 +407,13 @@ def _hook_every_leaf(unit: Unit) -> None:
             watch.hook(watch.unhooked)
 
 
+@untraced
 def _before_backward(unit: Unit, call: ForwardCall, gradients: tuple[Tensor, ...], *, again: bool = False) -> None:
     tree = tree_of(unit)
     (tree.living_backward() or tree.begin_backward()).enter(unit, call, again=again)
 
 
+@untraced
 def _gradient_arrived(reference: weakref.ReferenceType[Unit], number: int, index: int, leaf: Tensor) -> None:
     unit = reference()
     if unit is None:

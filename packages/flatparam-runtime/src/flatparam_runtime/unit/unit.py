@@ -278,11 +278,14 @@ class Unit:
         if is_computed and self.residency is Residency.UNSHARDED:
             for handle in self.handles:
                 handle.forms.current.leave_to_holders()
+        if self.showing.are_held:
+            # Parameters that the caller has put there, to compute with, go too.
+            for handle in self.handles:
+                handle.exposure.put_back()
+            self.showing.hold(False)
         self.gather.drop()
         self.gather = None
         self.list_flat_parameters(True)
-        if self.showing.are_held:
-            self.showing.hold(False)
         if self.observers.instruments:
             self.observers.tell(self, "reshard", self.unsharded_nbytes)
 
