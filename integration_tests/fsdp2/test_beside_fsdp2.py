@@ -477,7 +477,12 @@ def shown(side: Side) -> Any:
         found.append((name, *facts, isinstance(parameter, nn.Parameter), parameter.is_leaf))
         found += [full(parameter), full(parameter.grad), parameter.to_local().clone(), parameter.dtype]
         found += [isinstance(parameter, DTensor), isinstance(gradient, DTensor), parameter.requires_grad]
-        found += [full(copy.deepcopy(parameter)), full(parameter.detach()), str(parameter.device_mesh.shape)]
+        found += [
+            full(copy.deepcopy(parameter)),
+            full(copy.deepcopy(parameter).grad),
+            full(parameter.detach()),
+            str(parameter.device_mesh.shape),
+        ]
     model.zero_grad()
     found += [parameter.grad for parameter in model.parameters()]
     return found, trained(side, model, adamw(model)), state_of(model)
@@ -579,7 +584,10 @@ def by_private_state(side: Side) -> Any:
     for module in (model, *model.layers):
         state = module._get_fsdp_state()
         state._auto_reshard_after_forward = False
+        state._lazy_init()
         group = state._fsdp_param_group
+        group.unshard()
+        group.reshard()
         assert group.mesh_info.shard_mesh_size == 2
         group.post_forward_mesh_info = None
         found.append(group.post_forward_mesh_info)

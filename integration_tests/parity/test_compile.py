@@ -167,9 +167,14 @@ def train_by_functions(group: Collectives) -> dict[tuple[str, str | None], list[
 
 
 def test_a_function_of_a_whole_step() -> None:
-    """A function that also has the backward pass and the optimizer's step trains as it does uncompiled."""
+    """A function that also has the backward pass and the optimizer's step trains as it does uncompiled.
+
+    Dynamo of torch 2.11 changes the last bits of a step.
+    """
+    rounding = 0.0 if torch.__version__ >= "2.13" else 1e-6
     for found in run_processes(2, train_by_functions, timeout=300):
-        assert len({tuple(losses) for losses in found.values()}) == 1, found
+        for losses in found.values():
+            assert losses == pytest.approx(found["ours", None], rel=rounding, abs=0.0), found
 
 
 class Recomputed(nn.Module):

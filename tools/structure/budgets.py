@@ -26,10 +26,10 @@ class Budget:
 BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-core": Budget(5_447, 4_500),
     "flatparam-comm": Budget(5_496, 5_500),
-    "flatparam-runtime": Budget(6_559, 5_500),
+    "flatparam-runtime": Budget(6_560, 5_500),
     "flatparam-state": Budget(4_873, 4_700),
     "flatparam": Budget(6_868, 6_000),
-    "flatparam-clients": Budget(3_838, 8_000),
+    "flatparam-clients": Budget(3_892, 8_000),
     "flatparam-files": Budget(8_000, 8_000),
     "flatparam-certify": Budget(2_962, 8_000),
     "flatparam-checkpoint": Budget(3_387, 8_000),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(393, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(70_557, 52_000),
+    "lines": Budget(70_612, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
+from flatparam_clients import wrapper_names
 from flatparam_clients.handle_view import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_runtime import EventLog, observe
@@ -171,7 +173,24 @@ def test_the_length_of_a_shard() -> None:
     def rank(world: Collectives) -> Any:
         flat_param = FSDP(nn.Linear(3, 3, bias=False))._flat_param
         assert flat_param is not None
-        names = ("_sharded_size", "_unpadded_unsharded_size", "_padded_unsharded_size")
+        names = ("_sharded_size", "_unpadded_unsharded_size", "_padded_unsharded_size", "_shard_numel_padded")
         return [getattr(flat_param, name) for name in names]
 
-    assert on_ranks(2, rank) == [[torch.Size([5]), torch.Size([9]), torch.Size([10])]] * 2
+    assert on_ranks(2, rank) == [[torch.Size([5]), torch.Size([9]), torch.Size([10]), gap] for gap in (0, 1)]
+
+
+def test_one_flat_parameter_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes the first flat parameter of a unit for all of its parameters is warned, once, and named another one."""
+    monkeypatch.setattr(wrapper_names, "_WARNED", [])
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inner[0].requires_grad_(False)
+    model = FSDP(inner, SingleCollectives(), use_orig_params=True)
+    uniform = FSDP(nn.Linear(3, 3), SingleCollectives(), use_orig_params=True)
+    with pytest.warns(UserWarning, match="_flat_param is the first of 2 flat parameters of unit .* is in another"):
+        flat_param = model._flat_param
+    assert flat_param is model._unit.handles[0].flat_param
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model._handle is not None
+        monkeypatch.setattr(wrapper_names, "_WARNED", [])
+        assert uniform._flat_param is not None

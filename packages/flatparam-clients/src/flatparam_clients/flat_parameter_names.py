@@ -150,6 +150,12 @@ def padded_unsharded_size(flat_param: FlatParameter) -> torch.Size:
     return torch.Size([flat_param.flat_layout.numel])
 
 
+def shard_numel_padded(flat_param: FlatParameter) -> int:
+    """Return the number of elements of this rank's shard that belong to no parameter."""
+    fragments = flat_param.flat_layout.fragments(flat_param.rank)
+    return flat_param.numel() - sum(fragment.in_shard.numel for fragment in fragments)
+
+
 def full_param_padded(flat_param: FlatParameter) -> torch.Tensor:
     """Return the full flat parameter with its padding; without memory while it is sharded, as FSDP1's."""
     return _handle(flat_param).buffer.tensor
@@ -174,6 +180,7 @@ _READ: Final[dict[str, Callable[[FlatParameter], Any]]] = {
     "_is_padding_mask": is_padding_mask,
     "_modules": modules,
     "_num_params": lambda flat_param: len(flat_param.flat_layout.slots),
+    "_shard_numel_padded": shard_numel_padded,
     "_sharded_size": lambda flat_param: flat_param.size(),
     "_unpadded_unsharded_size": unpadded_unsharded_size,
     "_padded_unsharded_size": padded_unsharded_size,

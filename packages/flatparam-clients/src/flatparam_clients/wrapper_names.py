@@ -20,6 +20,7 @@ from flatparam.api import OptimStateDictConfig, StateDictConfig, StateDictType
 from flatparam.wrapper.interior import Interior, copies
 from flatparam_clients import older_functions
 from flatparam_clients.handle_view import HandleTrainingState, HandleView, TrainingState, handle_views
+from flatparam_comm import warn_caller
 from flatparam_core import FlatParameter
 from flatparam_runtime import Unit
 
@@ -50,6 +51,7 @@ class _WrapperNames(FullyShardedDataParallel):
 
     @property
     def _handle(self) -> HandleView | None:
+        _warn_of_more(self._unit, "_handle")
         return next(iter(handle_views([self._unit])), None)
 
     @property
@@ -64,6 +66,7 @@ class _WrapperNames(FullyShardedDataParallel):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
+        _warn_of_more(self._unit, "_flat_param")
         return self._unit.handles[0].flat_param if self._unit.handles else None
 
     @property
@@ -183,6 +186,20 @@ _REPORTED: Final[WeakKeyDictionary[Interior, tuple[TrainingState, HandleTraining
 def state_of(interior: Interior) -> TrainingState:
     """Return the wrapper's state, or the one that `reporting` has it tell."""
     return _REPORTED[interior][0] if interior in _REPORTED else TrainingState.of(interior.unit)
+
+
+def _warn_of_more(unit: runtime.Unit, name: str) -> None:
+    """Warn, once in a process, who takes one flat parameter of a unit for all of its parameters."""
+    others = [fqn for handle in unit.handles[1:] for fqn in handle.layout.fqns]
+    if others and not _WARNED:
+        _WARNED.append(name)
+        warn_caller(
+            f"{name} is the first of {len(unit.handles)} flat parameters of {unit}, and {others[0]!r} is in another: "
+            "frozen parameters, and each dtype, have their own; _all_handles and params have all of them"
+        )
+
+
+_WARNED: Final[list[str]] = []
 
 
 def handle_state_of(interior: Interior) -> HandleTrainingState:

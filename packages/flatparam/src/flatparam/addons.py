@@ -161,8 +161,8 @@ _OF_WRAPPERS: Final = """
 """The attributes of the wrapper that programs written for FSDP1 reach for, and nothing of ours."""
 _OF_FLAT_PARAMETERS: Final = """
     _params _param_infos _shared_param_infos _shard_param_infos _full_param_padded _strides _contiguities
-    _numels_with_padding _is_padding_mask _modules _num_params _sharded_size _unpadded_unsharded_size
-    _padded_unsharded_size _mp_shard _full_prec_full_param_padded _saved_grad_shard _cpu_grad _local_shard
+    _numels_with_padding _is_padding_mask _modules _num_params _sharded_size _unpadded_unsharded_size _local_shard
+    _padded_unsharded_size _shard_numel_padded _mp_shard _full_prec_full_param_padded _saved_grad_shard _cpu_grad
 """
 """Those of a flat parameter."""
 

@@ -122,8 +122,8 @@ class ShardedParameter(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a parameter with memory of its own, a plain `DTensor`: no module is sharded with it."""
         if id(self) not in memo:
-            copy = nn.Parameter(presented(self._local_tensor.clone(), self), self.requires_grad)
-            memo[id(self)] = copy
+            copy = memo[id(self)] = nn.Parameter(presented(self._local_tensor.clone(), self), self.requires_grad)
+            copy.grad = None if self.grad is None else self.grad.clone()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

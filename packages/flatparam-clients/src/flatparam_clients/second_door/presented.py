@@ -104,6 +104,12 @@ class StateView:
         for tree in dict.fromkeys(map(runtime.tree_of, runtime.units_in(self._module))):
             tree.reduce_waiting()
 
+    def _lazy_init(self) -> None:
+        """Do nothing: the first pass finds the outermost module by itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _unknown("the state of a module", name, "_mp_policy, _fsdp_param_group, _lazy_init()")
+
     @property
     def _auto_reshard_after_forward(self) -> bool:
         return bool(self._unit.plan.keeps_last)
@@ -154,8 +160,32 @@ class GroupView:
         """Return the divisor of gradients that the user has set."""
         return self._unit.reducer.divide_factor  # type: ignore[no-any-return]
 
+    def lazy_init(self) -> None:
+        """Do nothing: the first pass finds the outermost module by itself."""
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Gather the full parameters."""
+        self._unit.hold()
+        if not async_op:
+            self._unit.finish_unshard()
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather of `unshard`."""
+        self._unit.finish_unshard()
+
+    def reshard(self) -> None:
+        """Free the full parameters."""
+        self._unit.reshard()
+
     def post_backward(self) -> None:
         """Do nothing: the state reduces what waits."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _unknown("a group of parameters", name, "mesh_info, post_forward_mesh_info, unshard(), reshard()")
+
+
+def _unknown(of: str, name: str, known: str) -> AttributeError:
+    return AttributeError(f"flatparam has no {name} in FSDP2's private view of {of}, which has {known}: use FSDPModule")
 
 
 def state_of(module: nn.Module) -> StateView | None:

@@ -22,6 +22,7 @@ from flatparam_runtime.autograd import (
     latest,
     on_failed_run,
     profiled,
+    untraced,
     will_run,
 )
 from flatparam_runtime.passes.freeing import Juncture, free
@@ -72,6 +73,7 @@ class _EndOfBackward:
     call: Callable[[], None]
     was_called: bool = False
 
+    @untraced
     def __call__(self) -> None:
         self.was_called = True
         try:

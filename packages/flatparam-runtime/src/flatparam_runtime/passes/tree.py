@@ -247,8 +247,7 @@ class UnitTree:
         if torch.is_grad_enabled() or not self.fingerprint.compares_at_end:
             raise FlatParamError(
                 f"{told}, for whose tensors autograd calls no hooks; call the model under torch.no_grad(), after a "
-                "first pass (a training one with its backward) outside of any transform, or transform it before it is "
-                "sharded"
+                "first pass outside (a training one with its backward), or transform it before it is sharded"
             )
 
     def _check_tracing(self) -> None:
