@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import resource
 import signal
 import sys
 import textwrap
@@ -100,6 +101,7 @@ def _exits(comm: Collectives) -> None:
 
 def _crashes(comm: Collectives) -> None:
     if comm.rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.abort()
     comm.barrier()
 

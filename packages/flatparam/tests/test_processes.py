@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -178,27 +177,3 @@ def test_torchs_sharding_of_optimizers_beside_copies(use_orig_params: bool) -> N
     """Each rank steps some of the parameters of ZeroRedundancyOptimizer, and that is no divergence."""
     for found, expected in run_processes(2, stepped_by_zero, use_orig_params):
         assert_same_state(found, expected)
-
-
-def tracked_by_torch(ranks: Collectives) -> set[int]:
-    """The bytes that torch's tracker of memory counts after two steps, of all kinds together."""
-    model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
-    with tracker:
-        for x in inputs(ranks.rank)[:2]:
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            tracker.reset_mod_stats()
-            del x
-        found = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
-    return {nbytes for nbytes in found.values() if nbytes}
-
-
-def test_torchs_tracker_sees_what_is_freed() -> None:
-    """After a step torch's `MemTracker` counts the shards, and no full parameter that was freed."""
-    linears = [each for each in mlp() if isinstance(each, nn.Linear)]
-    shards = sum(-(-sum(p.numel() for p in each.parameters()) // 2) for each in linears)
-    assert run_processes(2, tracked_by_torch) == [{4 * shards}] * 2

@@ -20,7 +20,7 @@ from flatparam_runtime.agreement.divergence import agree_on_deed
 from flatparam_runtime.agreement.fingerprint import Fingerprint, Progress
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.agreement.units import agree_on_units, warn_of_newcomers
-from flatparam_runtime.autograd import CALL, dispatch_modes, in_backward, is_traced, profiled, transforms
+from flatparam_runtime.autograd import CALL, in_backward, is_traced, profiled, transforms
 from flatparam_runtime.passes.backward import BackwardPass
 from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.record import ForwardPass, next_forward
@@ -118,7 +118,7 @@ class UnitTree:
     def begin_backward(self) -> BackwardPass:
         """Return a new backward pass, while none is alive; only hooks that the autograd engine runs may call this."""
         self._look_at_comparison()
-        self.pool.keeps = not dispatch_modes()
+        self.pool.keeps = True
         self._backward = BackwardPass.begin(self)
         return self._backward
 
@@ -199,7 +199,7 @@ class UnitTree:
             unit.cast_buffers()
         if self.root.plan.broadcast_buffers and self.root.module.training and torch.is_grad_enabled():
             broadcast_buffers(self.root.module, self.root.topology)
-        self.pool.keeps = not dispatch_modes()
+        self.pool.keeps = True
         before, recorded = self.last_forward or ForwardPass(), torch.is_grad_enabled()
         calls_before = len(before.ended) if before.recorded else before.calls_before
         self.forward = ForwardPass(recorded, self.streams.current(), calls_before)
@@ -231,7 +231,7 @@ class UnitTree:
         self.fingerprint.begin_pass(recorded=True, before_each=agree_on_deed)
         for unit in self.units:
             unit.reducer.unsynced.update(unit.trainable)
-        self.pool.keeps = not dispatch_modes()
+        self.pool.keeps = True
         current = BackwardPass(self, self.latest_forward, Reductions(self.streams.runs_ahead), {})
         self._backward = current
         current.finish()
