@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 
+from flatparam_comm import Collectives
 from flatparam_comm.testing import run_processes
 
 from . import both
@@ -624,6 +625,32 @@ def trained_here(model: nn.Module, rank: int) -> Tensor:
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach().clone()
+
+
+def replaced_by_plain(ranks: Collectives) -> tuple[bool, bool, Tensor]:
+    """What the door shows after a plain parameter was put in a place: the face that an optimizer holds, by its values."""
+    side = Side("door", ranks.rank)
+    torch.manual_seed(0)
+    model = side.fully_shard(nn.Linear(4, 4))
+    face, optimizer = model.weight, torch.optim.SGD(model.parameters(), lr=0.1)
+    model.unshard(async_op=True)
+    model.weight = nn.Parameter(torch.full((4, 4), 0.5))
+    model.reshard()
+    loss = trained_here(model, ranks.rank)
+    return model.weight is face, optimizer.param_groups[0]["params"][0] is model.weight, loss
+
+
+def test_plain_parameters_in_the_places_of_faces() -> None:
+    """A plain parameter gives its values to the `DTensor` that stays, also while full parameters are on their way."""
+    found = run_processes(2, replaced_by_plain)
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    nn.init.constant_(reference.weight, 0.5)
+    losses = [reference(torch.ones(2, 4) * (rank + 1)).square().mean() for rank in range(2)]
+    for (is_face, is_held, loss), expected in zip(found, losses, strict=True):
+        assert is_face
+        assert is_held
+        assert_same(loss, expected.detach())
 
 
 def set_alike(side: Side) -> Any:

@@ -24,7 +24,7 @@ class Budget:
 
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
-    "flatparam-core": Budget(5_447, 4_500),
+    "flatparam-core": Budget(5_450, 4_500),
     "flatparam-comm": Budget(5_496, 5_500),
     "flatparam-runtime": Budget(6_560, 5_500),
     "flatparam-state": Budget(4_873, 4_700),
@@ -48,7 +48,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(393, 350),
     "files under 100 lines": Budget(109, 110),
-    "lines": Budget(70_612, 52_000),
+    "lines": Budget(70_615, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
     "lines of the median function": Budget(6, 6),

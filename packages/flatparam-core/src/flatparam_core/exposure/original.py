@@ -208,13 +208,16 @@ class OriginalExposure:
         """Have what was put in the places of faces be the faces: an optimizer may hold it already."""
         # A copy has no faces yet.
         for index, found in newcomers.items() if self._shown is not self._originals else ():
+            is_anew = found is self._shown[index]
             if index in self._tied and owner_of(found) is None:
+                is_anew = True
                 # It is a parameter of its own again, which nothing here holds any more.
                 self._tied.remove(index)
                 part = self._pieces.views(self.flat_param.detach())[index]
                 self._originals[index] = nn.Parameter(part, requires_grad=found.requires_grad)
-            before = faces.make(self._originals[index], self.flat_param.flat_layout.slots[index].spec)
-            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, before)
+            if is_anew:
+                self._shown[index] = faces.make(self._originals[index], self.flat_param.flat_layout.slots[index].spec)
+            self._shown[index] = self._sites.shown[index] = face = faces.adopt(found, self._shown[index])
             if (original := faces.original(face)) is not self._originals[index]:
                 self._changes += self._originals[index]._version + 1
                 self._originals[index] = original

@@ -279,8 +279,8 @@ class Unit:
             for handle in self.handles:
                 handle.forms.current.leave_to_holders()
         if self.showing.are_held:
-            # Parameters that the caller has put there, to compute with, go too.
-            for handle in self.handles:
+            # Parameters that the caller has put in the places of full ones, to compute with, go too.
+            for handle in self.handles if self.residency is Residency.UNSHARDED else ():
                 handle.exposure.put_back()
             self.showing.hold(False)
         self.gather.drop()
