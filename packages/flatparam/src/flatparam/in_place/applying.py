@@ -154,15 +154,15 @@ def fully_shard(
         mesh: the ranks to shard over: a mesh of one dimension, of two (replicate, shard) with copies across the first,
             or what `process_group` of `FullyShardedDataParallel` takes; `None`: the default group, or that of threads.
         reshard_after_forward: `True` frees full parameters between forward and backward; `False` keeps them; `None`
-            keeps those of the outermost module. A number of ranks: each of so many neighbours in the shard group keeps
-            a part, and the backward pass gathers from them.
+            keeps those of the outermost module; a number: the backward pass gathers from so many neighbours.
         shard_placement_fn: may be given if it returns `None` or `Shard(0)`: no different dimension can be cut.
         mp_policy: the dtypes, as a `MixedPrecisionPolicy` of flatparam or of torch.
         offload_policy: `CPUOffloadPolicy()`, of flatparam or of torch, keeps shards and gradients in CPU memory.
         ignored_params: parameters that stay whole on every rank, and whose gradients are not reduced.
         dp_mesh_dims: must be `None`: pass the slice of the mesh as `mesh`.
         nonfinite: see `FullyShardedDataParallel`; not in FSDP2. The strictest of a model decides.
-        reduction, wire: see `FullyShardedDataParallel`; not in FSDP2.
+        reduction: see `FullyShardedDataParallel`; not in FSDP2.
+        wire: see `FullyShardedDataParallel`; not in FSDP2.
         layout: see `FullyShardedDataParallel`; names are those below the module. Not in FSDP2.
         values_later: whether parameters on the meta device that nothing can begin wait for a load. Not in FSDP2.
 
