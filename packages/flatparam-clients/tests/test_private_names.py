@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flatparam import FullyShardedDataParallel as FSDP
 from flatparam.wrap import ModuleWrapPolicy
-from flatparam_clients import wrapper_names
 from flatparam_clients.handle_view import HandleTrainingState, TrainingState
 from flatparam_comm import Collectives, SingleCollectives, run_threads
 from flatparam_runtime import EventLog, observe
@@ -179,9 +178,8 @@ def test_the_length_of_a_shard() -> None:
     assert on_ranks(2, rank) == [[torch.Size([5]), torch.Size([9]), torch.Size([10]), gap] for gap in (0, 1)]
 
 
-def test_one_flat_parameter_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes the first flat parameter of a unit for all of its parameters is warned, once, and named another one."""
-    monkeypatch.setattr(wrapper_names, "_WARNED", [])
+def test_one_flat_parameter_of_several() -> None:
+    """Who takes the first flat parameter of a unit for all of its parameters is warned, and named another one."""
     inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     inner[0].requires_grad_(False)
     model = FSDP(inner, SingleCollectives(), use_orig_params=True)
@@ -189,8 +187,9 @@ def test_one_flat_parameter_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="_flat_param is the first of 2 flat parameters of unit .* is in another"):
         flat_param = model._flat_param
     assert flat_param is model._unit.handles[0].flat_param
+    with pytest.warns(UserWarning, match="_handle is the first of 2 flat parameters"):
+        assert model._handle is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert model._handle is not None
-        monkeypatch.setattr(wrapper_names, "_WARNED", [])
         assert uniform._flat_param is not None
+        assert uniform._handle is not None

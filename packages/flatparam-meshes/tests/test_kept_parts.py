@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import flatparam
 from flatparam_comm import ByteLedger, Collectives, Pending, RecordingCollectives
 from flatparam_comm.collectives import ContinuedPending
-from flatparam_comm.testing import run_threads
+from flatparam_comm.testing import run_processes, run_threads
 from flatparam_core import FlatLayout
 from flatparam_meshes import KeptParts
 from flatparam_runtime import units_in
@@ -27,6 +28,13 @@ def sharded(ranks: Collectives, after_forward: Any, **settings: Any) -> nn.Seque
     for layer in model:
         flatparam.fully_shard(layer, mesh=ranks, reshard_after_forward=after_forward, **settings)
     return flatparam.fully_shard(model, mesh=ranks, reshard_after_forward=after_forward, **settings)  # type: ignore[return-value]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Demand as many tensors, and equal bits."""
+    assert found
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def step(model: nn.Module, rank: int, number: int) -> Tensor:
@@ -67,8 +75,7 @@ def test_bits(settings: Any) -> None:
     """Whoever keeps the parts, and however they are laid out and travel, losses and parameters are those of `True`."""
 
     def both(ranks: Collectives) -> None:
-        expected, found = trained(ranks, True, **settings), trained(ranks, 2, **settings)
-        assert all(map(torch.equal, found, expected))
+        assert_same(trained(ranks, 2, **settings), trained(ranks, True, **settings))
 
     run_threads(4, both)
 
@@ -111,7 +118,7 @@ def test_two_backward_passes_and_passes_in_vain() -> None:
             loss.backward(retain_graph=True)
             loss.backward()
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        assert all(map(torch.equal, *gradients))
+        assert_same(*gradients)
 
     run_threads(4, passes)
 
@@ -121,10 +128,28 @@ def test_copies() -> None:
 
     def copied(ranks: Collectives) -> None:
         model = sharded(ranks, 2)
-        expected = step(model, ranks.rank, 0)
-        assert torch.equal(step(copy.deepcopy(model), ranks.rank, 0), expected)
+        kept: Any = [[unit.plan.gathers for unit in units_in(each)] for each in (model, copy.deepcopy(model))]
+        assert all(one is not other and one._group is other._group for one, other in zip(*kept, strict=True))
+        twin = copy.deepcopy(model)
+        assert_same([step(twin, ranks.rank, 0)], [step(model, ranks.rank, 0)])
 
     run_threads(4, copied)
+
+
+def saved_and_loaded(ranks: Collectives) -> bool:
+    """Whether a model that was written to a file and read again has the losses of the one that was written."""
+    model, file = sharded(ranks, 2), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    is_kept = all(isinstance(unit.plan.gathers, KeptParts) for unit in units_in(again))
+    return is_kept and torch.equal(step(again, ranks.rank, 0), step(model, ranks.rank, 0))
+
+
+@pytest.mark.processes
+def test_files() -> None:
+    """A model that was read from a file goes on with its number of ranks."""
+    assert run_processes(4, saved_and_loaded) == [True] * 4
 
 
 class Rounded:
@@ -144,14 +169,14 @@ def test_gathers_of_other_kinds() -> None:
     """Parts are of what the unit's own way to gather has given, and the user's hook is called as before."""
 
     def gathered(ranks: Collectives) -> None:
-        found = []
+        found: list[list[Tensor]] = []
         for kind in (True, 2):
             model, calls = sharded(ranks, True), []
             for unit in units_in(model):
                 own: Any = Rounded()
                 unit.change_plan(gathers=KeptParts.over(unit.topology, kind, own) if kind == 2 else own)
-            found.append(step(model, ranks.rank, 0))
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found.append([step(model, ranks.rank, 0)])
+            found[-1] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
             def hook(shard: Tensor, full: Tensor, calls: list[int] = calls) -> None:
                 calls.append(full.numel())
@@ -160,9 +185,9 @@ def test_gathers_of_other_kinds() -> None:
             for unit in units_in(model):
                 unit.change_plan(gathers=KeptParts.over(unit.topology, 2) if kind == 2 else None)
                 unit.reducer.hooks.all_gather = hook
-            found.append(step(model, ranks.rank, 1))
+            found[-1].append(step(model, ranks.rank, 1))
             assert len(calls) == (DEPTH if kind == 2 else 2 * DEPTH)
-        assert all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
+        assert_same(*found)
 
     run_threads(4, gathered)
 

@@ -189,17 +189,13 @@ def state_of(interior: Interior) -> TrainingState:
 
 
 def _warn_of_more(unit: runtime.Unit, name: str) -> None:
-    """Warn, once in a process, who takes one flat parameter of a unit for all of its parameters."""
+    """Warn who takes one flat parameter of a unit for all of its parameters."""
     others = [fqn for handle in unit.handles[1:] for fqn in handle.layout.fqns]
-    if others and not _WARNED:
-        _WARNED.append(name)
+    if others:
         warn_caller(
             f"{name} is the first of {len(unit.handles)} flat parameters of {unit}, and {others[0]!r} is in another: "
             "frozen parameters, and each dtype, have their own; _all_handles and params have all of them"
         )
-
-
-_WARNED: Final[list[str]] = []
 
 
 def handle_state_of(interior: Interior) -> HandleTrainingState:

@@ -1,4 +1,4 @@
-"""The class of a module that FSDP2's `fully_shard` has sharded: its state is what its parameters show."""
+"""The class of a module that FSDP2's `fully_shard` has sharded, and what FSDP2 notes of such a module, as views."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ class GroupView:
     def post_forward_mesh_info(self, value: Any) -> None:
         plan = self._unit.plan
         ranks = 1 if value is None else value.shard_mesh_size
-        own = getattr(plan.gathers, "inner", plan.gathers)
-        self._unit.change_plan(**freeing(True if ranks == plan.topology.shard.size else ranks, plan.topology, own))
+        how = True if ranks == plan.topology.shard.size else ranks
+        self._unit.change_plan(**freeing(how, plan.topology, plan.gathers))
 
     @property
     def gradient_divide_factor(self) -> float | None:

@@ -302,9 +302,10 @@ def resolve_in_place(
     if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and _is_accelerator(device, module):
         raise ValueError("offload_policy: with an accelerator CPU memory is always pinned; pass CPUOffloadPolicy()")
     carriage = given.carriage_of(Precision(precision.param_dtype, precision.reduce_dtype), reduction, wire)
+    carriage |= freeing(reshard_after_forward, topology, carriage.get("gathers"))
     plan = UnitPlan(
         topology,
-        **{**carriage, **freeing(reshard_after_forward, topology, carriage.get("gathers"))},
+        **carriage,
         overlaps_reductions=None,
         casting=_casting(precision),
         storage_device=torch.device("cpu") if offloads else None,

@@ -102,8 +102,7 @@ class FSDPModule(_Base):
         """
         check_flag("reshard_after_forward", reshard_after_forward)
         for unit in _units_of(self, recurse):
-            own = getattr(unit.plan.gathers, "inner", unit.plan.gathers)
-            unit.change_plan(**freeing(reshard_after_forward, unit.topology, own))
+            unit.change_plan(**freeing(reshard_after_forward, unit.topology, unit.plan.gathers))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether full parameters are freed after a backward pass that does not reduce gradients.
@@ -370,10 +369,14 @@ def _empty(original: type[nn.Module], base: type[FSDPModule] = FSDPModule) -> nn
 def freeing(reshard_after_forward: Any, topology: runtime.Topology, gathers: Any) -> dict[str, Any]:
     """Return the fields of a plan that say what is freed between forward and backward, and how that is gathered.
 
+    Args:
+        gathers: how the unit gathers now; what it owes to a number of ranks given before is left out.
+
     Raises:
         TypeError: for anything but a bool, an int or `None`.
         ValueError: for an int that is no number of ranks to gather from in the backward pass.
     """
+    gathers = getattr(gathers, "inner", gathers)
     if reshard_after_forward is None:
         return {"free_after_forward": True, "keeps_outermost": True, "keeps_last": True, "gathers": gathers}
     frees, size = reshard_after_forward, topology.shard.size
