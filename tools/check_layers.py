@@ -57,7 +57,6 @@ OPEN_TO_ADDONS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "flatparam-runtime": (
         "agreement.fingerprint",
-        "optimizers.stepping",
         "optimizers.torch_optimizers",
         "passes.record",
     ),

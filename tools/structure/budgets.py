@@ -24,12 +24,12 @@ class Budget:
 
 #: A new add-on needs a row, and so does a tool.
 BUDGETS: Final[Mapping[str, Budget]] = {
-    "flatparam-core": Budget(5_450, 4_500),
+    "flatparam-core": Budget(5_448, 4_500),
     "flatparam-comm": Budget(5_496, 5_500),
-    "flatparam-runtime": Budget(6_560, 5_500),
+    "flatparam-runtime": Budget(6_559, 5_500),
     "flatparam-state": Budget(4_873, 4_700),
     "flatparam": Budget(6_872, 6_000),
-    "flatparam-clients": Budget(3_888, 8_000),
+    "flatparam-clients": Budget(3_890, 8_000),
     "flatparam-files": Budget(8_000, 8_000),
     "flatparam-certify": Budget(2_962, 8_000),
     "flatparam-checkpoint": Budget(3_387, 8_000),
@@ -39,7 +39,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     "flatparam-optim": Budget(3_562, 8_000),
     "flatparam-plan": Budget(7_849, 8_000),
     "flatparam-publish": Budget(2_464, 8_000),
-    "flatparam-sums": Budget(1_716, 8_000),
+    "flatparam-sums": Budget(1_717, 8_000),
     "flatparam-simdev": Budget(1_959, 8_000),
 }
 
@@ -47,7 +47,7 @@ BUDGETS: Final[Mapping[str, Budget]] = {
 #: What `structure.density` counts.
 FIGURES: Final[Mapping[str, Budget]] = {
     "files": Budget(393, 350),
-    "files under 100 lines": Budget(109, 110),
+    "files under 100 lines": Budget(108, 110),
     "lines": Budget(70_615, 52_000),
     "lines of imports and `__all__`, per mille": Budget(78, 80),
     "file names that occur twice or more": Budget(12, 15),
@@ -73,9 +73,9 @@ FIGURES: Final[Mapping[str, Budget]] = {
 #: depends on whether the other rank was there before, so a step has some more at times.
 WALKED: Final[Mapping[str, Budget]] = {
     "files of a step": Budget(34, 20),
-    "lines of a step": Budget(9_700, 3_000),
-    "functions of a step": Budget(262, 150),
-    "file changes of a step": Budget(730, 450),
+    "lines of a step": Budget(9_633, 3_000),
+    "functions of a step": Budget(256, 150),
+    "file changes of a step": Budget(684, 450),
     "classes of a step": Budget(34, 18),
     "files of making a sharded model": Budget(58, 25),
     "files of state_dict": Budget(33, 15),
@@ -89,7 +89,7 @@ WALKED: Final[Mapping[str, Budget]] = {
     "runtime files with private names of torch": Budget(1, 1),
     'docstrings that begin with "What"': Budget(0, 0),
     "returns when a gradient arrives": Budget(3, 4),
-    "returns when a forward begins": Budget(6, 4),
+    "returns when a forward begins": Budget(4, 4),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from each_row import each_row
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatparam_comm import Collectives, FlatParamError
+from flatparam_comm import Collectives, FlatParamError, SingleCollectives
 from flatparam_runtime import Phase, no_sync, summon_full_params, units_in
 
 from .models import Block, Stack, batch
@@ -404,3 +405,54 @@ def test_a_transform_of_torch_func_is_refused(warm: bool, use_orig_params: bool)
 
 def _linear() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3))
+
+
+class Shared(nn.Module):
+    """A layer in two units: in the root, and in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.trap = nn.Linear(4, 4), Trap(armed=False)
+        self.block = nn.Sequential(self.first, nn.Tanh())
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.first(x))
+        self.trap.spring()
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_module_in_two_units(ranks: int, use_orig_params: bool) -> None:
+    """After an exception in a forward pass, a module of two units is called as before, and by each of them."""
+
+    def losses(module: Any) -> list[float]:
+        found = []
+        for step in range(4):
+            module.trap.armed, module.trap.calls = step == 1, 0
+            with contextlib.suppress(Boom):
+                out = module(torch.ones(1, 4)).square().mean()
+                out.backward()
+                found.append(out.item())
+        return found
+
+    def rank(collectives: Collectives) -> list[float]:
+        return losses(sharded(Shared, collectives, units=["block"], use_orig_params=use_orig_params))
+
+    assert all(found == losses(seeded(Shared)) for found in run(ranks, rank))
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
+def test_a_copy_after_a_failed_backward_pass(keeps: bool) -> None:
+    """A pass that an exception has ended is over: the model can be copied at once, and the copy trains."""
+    module = sharded(Fragile, SingleCollectives(), units=["stack.blocks.0"], free_after_forward=not keeps)
+    module.backward_trap.armed = True
+    with pytest.raises(Boom):
+        module(batch(0)).square().mean().backward()
+    module.backward_trap.armed = False
+    twin = copy.deepcopy(module)
+    module.zero_grad()
+    for each in (module, twin):
+        each(batch(0)).square().mean().backward()
+    check_same(full_gradients(twin), full_gradients(module))
+    check_at_rest(twin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from each_row import each_row
@@ -211,3 +213,60 @@ def test_all_frozen_but_the_input(ranks: int) -> None:
     assert x.grad is not None
     for found in run(ranks, step):
         assert torch.equal(found, x.grad)
+
+
+def _train(
+    module: nn.Module, listed: list[nn.Parameter], drops: bool, change: Callable[[nn.Module], None]
+) -> list[float]:
+    """Return the losses of steps before and after `change`, which sees full parameters if a forward pass is dropped."""
+    optimizer = torch.optim.SGD(listed, lr=0.1)
+    losses = []
+    for step in range(5):
+        if drops:
+            loss(module, 0)
+        if step in (1, 3):
+            change(module)
+        out = loss(module, 0)
+        out.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.item())
+    return losses
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["at rest", "after a forward pass whose output is dropped"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
+def test_a_module_inside_is_frozen(keeps: bool, drops: bool, ranks: int) -> None:
+    """What a module inside shows is what is frozen and thawed, full parameters too, on the first pass after that."""
+
+    def change(module: nn.Module) -> None:
+        for parameter in module.head.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
+
+    def rank(collectives: Collectives) -> list[float]:
+        module = sharded(Stack, collectives, units=BLOCKS, use_orig_params=True, free_after_forward=not keeps)
+        return _train(module, [*module.parameters()], drops, change)
+
+    local = seeded(Stack)
+    expected = _train(local, [*local.parameters()], drops, change)
+    assert all(found == expected for found in run(ranks, rank))
+
+
+def test_a_flat_parameter_is_frozen_as_a_whole() -> None:
+    """Of a unit that lists its flat parameter, all full parameters together are frozen, and one alone is not."""
+    module = sharded(Stack, SingleCollectives())
+    (flat,) = module.parameters()
+    loss(module, 0)
+    module.head.bias.requires_grad_(False)
+    loss(module, 0)
+    assert flat.requires_grad
+    assert module.head.bias.requires_grad
+    for parameter in full(module):
+        parameter.requires_grad_(False)
+    loss(module, 0)
+    assert not flat.requires_grad
+
+
+def full(module: nn.Module) -> list[nn.Parameter]:
+    """Return the full parameters that modules show."""
+    return [*module.stem.parameters(), *module.blocks.parameters(), *module.head.parameters()]

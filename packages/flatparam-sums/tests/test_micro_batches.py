@@ -94,6 +94,30 @@ def test_nothing_is_sharded() -> None:
         same(found, expected(step))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_that_borrows(strategy: str) -> None:
+    """A unit with a weight of another one, and a bias of its own, is gathered for others as it is to compute."""
+
+    def tied() -> nn.Sequential:
+        model = build()
+        model[2].up.weight = model[1].up.weight
+        return model
+
+    def rank(world: Collectives) -> dict[str, Tensor | None]:
+        model = tied()
+        for module in (model[1], model[2], model):
+            shard_module(module, UnitPlan(Topology(world), **STRATEGIES[strategy]))  # type: ignore[arg-type]
+        for _ in range(2):
+            model.zero_grad()
+            do(model, [(torch.ones(1, 2), 1)] * (1 + world.rank))
+        return gradients(model)
+
+    alone = tied()
+    loss(alone, (torch.ones(1, 2), 1)).backward()
+    for found in run_threads(2, rank):
+        same(found, {name: each.grad for name, each in alone.named_parameters()})
+
+
 def calls(ledger: ByteLedger, *, op: str, label: str | None = None) -> int:
     """Return how many calls of `op` there were."""
     return sum(1 for each in ledger.transfers if each.op == op and label in (None, each.label))

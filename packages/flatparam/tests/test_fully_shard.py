@@ -690,3 +690,30 @@ def test_torchs_scaler_skips_a_step_on_all_ranks(fused: bool) -> None:
         return scales
 
     assert on_ranks(4, rank) == [[(2.0, True), (2.0, False)]] * 4
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("refer", ["forward", "backward", "tied"])
+def test_copies_of_units_that_refer_to_each_other(refer: str, way: Any) -> None:
+    """A unit that lists later ones to gather, or has a weight of one, is copied with them; the copy trains alike."""
+
+    def rank(ranks: Collectives) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        if refer == "tied":
+            model[2].weight = model[0].weight
+        for layer in reversed(model):
+            fully_shard(layer)
+        fully_shard(model)
+        if refer != "tied":
+            for layer, later in zip(model, [*model][1:], strict=False):
+                getattr(layer, f"set_modules_to_{refer}_prefetch")([later])
+        twin = way(model)
+        for each in (model, twin):
+            each(torch.ones(2, 4)).square().mean().backward()
+        found, expected = ([each.grad for each in module.parameters() if each.numel()] for module in (twin, model))
+        assert all(map(torch.equal, found, expected))
+
+    on_ranks(2, rank)

@@ -207,6 +207,8 @@ def test_torchscript_inside() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(FlatParamError, match=r"0\.(weight|bias).*belongs to TorchScript.*ignored_modules"):
         FSDP(nn.Sequential(scripted, nn.Linear(2, 1)), HERE)
+    with pytest.raises(FlatParamError, match=r"'(weight|bias)' belongs to TorchScript"):
+        FSDP(scripted, HERE)
     model = FSDP(nn.Sequential(scripted, nn.Linear(2, 1)), HERE, ignored_modules=[scripted])
     model(torch.ones(1, 2)).sum().backward()
     assert scripted.weight.grad is not None

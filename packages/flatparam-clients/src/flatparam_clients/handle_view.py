@@ -131,12 +131,17 @@ class HandleView(metaclass=_Sealed):
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        return self._held._orig_param_dtype
+        return self._held.layout.dtype
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        """Cast the flat parameter."""
-        self._held._orig_param_dtype = dtype
+        """Cast the flat parameter; the full ones keep the dtype that they had, and so does the reduction."""
+        held, computed = self._held, self._held.forms.dtype(full_precision=False)
+        held.take_over()  # The caller may have given it data of this dtype already.
+        if dtype != held.layout.dtype:
+            held.apply(lambda tensor: tensor.to(dtype))
+        if computed != held.forms.dtype(full_precision=False):
+            held.compute_in(computed)
 
     # Moving
 
@@ -146,8 +151,7 @@ class HandleView(metaclass=_Sealed):
         The unit computes there from then on. Call it outside of a pass; full parameters that are in memory are freed.
         A copy to the host is waited for in any case, since nothing else would before it is read.
         """
-        device = torch.device(device)
-        runs_ahead = non_blocking and device.type != "cpu"
+        runs_ahead = non_blocking and torch.device(device).type != "cpu"
         with moving_shards([self._unit], lambda tensor: tensor.to(device, non_blocking=runs_ahead)):
             pass
 
@@ -213,8 +217,7 @@ class HandleView(metaclass=_Sealed):
     def _use_sharded_views(self) -> None:
         """Have the module show the shard, and the originals be views of it, wherever it was moved to."""
         self._unit.reshard()
-        # Looking at it follows it.
-        self._held.stamp()
+        self._held.stamp()  # Looking at it follows it.
 
     def _use_unsharded_views(self, as_params: bool = True) -> None:
         """Have the module show full parameters: autograd leaves in any case, each a registered parameter.

@@ -335,7 +335,7 @@ class FlatParamHandle:
             RESIDENCY.move(self.residency, Residency.UNSHARDED, who=self)
         form = self.forms.current
         is_new = not form.leaves
-        if self.layout.is_chunked:
+        if self.forms.layout.is_chunked:
             form.fill()
         self.follow_training()
         presented = self.forms.presented() if self.forms.has_presenters else form.leaves
@@ -354,19 +354,27 @@ class FlatParamHandle:
             self.exposure.show(presented)
 
     def follow_training(self) -> None:
-        """Have the full parameters require gradients as the parameters that the user sees do now."""
+        """Have the full parameters require gradients as what the user sees does now, and saw: these, between passes."""
+        form = self.forms.current
+        found = [*map(_REQUIRES_GRAD, form.leaves)]
+        if found != form.trained:
+            listed = self.exposure.listed()
+            for parameter, was, wants in zip(listed, form.trained, found, strict=False):
+                # A flat parameter is trained as a whole.
+                if was != wants and (len(listed) == len(found) or len({*found}) == 1):
+                    parameter.requires_grad_(wants)
         wanted = list(self.exposure.requires_grad())
         # An equal list stays the same object.
         if wanted != self.trained:
             self.trained = wanted
-        form = self.forms.current
         if not form.leaves:
             form.make_leaves(self.forms.attributes, wanted, self.forms.kinds)
             for index, leaf in enumerate(form.leaves):
                 mark_owner(leaf, self, index)
-        if list(map(_REQUIRES_GRAD, form.leaves)) != wanted:
+        elif found != wanted:
             for leaf, wants in zip(form.leaves, wanted, strict=True):
                 leaf.requires_grad_(wants)
+        form.trained = wanted
 
     def reshard(self) -> None:
         """Show the sharded form again and free the full buffer, even while it is being filled."""
@@ -431,7 +439,7 @@ class FlatParamHandle:
         if self.forms.layout.world_size == 1:
             full = self.gradients.give_away()
             return full, full
-        full = self.gradients.joined() if self.layout.is_chunked else self.gradients.complete()
+        full = self.gradients.joined() if self.forms.layout.is_chunked else self.gradients.complete()
         return full.new_empty(self._shard.values.numel()), full
 
     def begin_reduce_parts(self) -> tuple[torch.Tensor, Unflattened]:
@@ -536,25 +544,11 @@ class FlatParamHandle:
         for index, face in enumerate(self.exposure.wear(faces)):
             mark_owner(face, self, index)
 
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """FSDP1's name for the parameters' own dtype.
-
-        Code that gives the flat parameter data of a different dtype sets it, too. As in FSDP1, the full parameters then
-        keep the dtype that they had, and so does the reduction.
-        """
-        return self.layout.dtype
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        computed = self.forms.dtype(full_precision=False)
-        self._follow()
-        if dtype != self.layout.dtype:
-            self.apply(lambda tensor: tensor.to(dtype))
-        if computed != self.forms.dtype(full_precision=False):
-            forms, precision = self.forms, attrs.evolve(self.precision, param_dtype=computed)
-            self.forms = FullForms(self.layout, precision, forms.device, forms.attributes, forms.pool, forms.kinds)
-            self.gradients = self._make_gradients()
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Gather and reduce in `dtype` from now on."""
+        forms, precision = self.forms, attrs.evolve(self.precision, param_dtype=dtype)
+        self.forms = FullForms(self.layout, precision, forms.device, forms.attributes, forms.pool, forms.kinds)
+        self.gradients = self._make_gradients()
 
     def has_presenter(self, index: int) -> bool:
         """Return whether the module shows a tensor made from the full parameter `index`, for example a `DTensor`."""

@@ -130,7 +130,7 @@ class MeshForm:
         if mesh.get_coordinate() is None:
             raise FlatParamError(
                 f"parameter {name!r} is a DTensor over {mesh}, which this process is not in: shard the module only on "
-                "the ranks of that mesh, or leave it whole (ignored_modules)"
+                "the ranks of that mesh, or leave it whole (ignored_modules, or ignored_params of fully_shard)"
             )
         keeps_rows = bool(vars(parameter).pop(KEEPS_ROWS, False))
         strides = tuple(parameter.stride()) if keeps_rows else _strides(parameter, mesh, placements)

@@ -44,6 +44,9 @@ _NOT_PATCHED: Final = "___needs_generation_tag_patch"
 CALL: Final = "_compiled_call_impl"
 """The attribute of a module that has what is called in its place, with all its hooks; `compile()` sets it."""
 
+#: Whether a profiler is on. A profiler sets an attribute: to ask autograd for the same takes longer than all the rest.
+is_profiled: Final[Callable[[], bool]] = functools.partial(getattr, profiler, "_is_profiler_enabled", False)
+
 Arguments = ParamSpec("Arguments")
 Key = TypeVar("Key")
 Result = TypeVar("Result")
@@ -68,8 +71,9 @@ def _private(name: str) -> Any:
 
 
 _WILL_EXECUTE: Final = _private("_C._will_engine_execute_node")
-#: The number of the autograd run that this thread is in; -1 outside of one.
+#: The number of the autograd run that this thread is in; `NO_RUN` outside of one.
 current_run: Final[Callable[[], int]] = _private("_C._current_graph_task_id")
+NO_RUN: Final = -1
 #: Have a function called when the autograd run that this thread is in has computed everything.
 call_at_end: Final[Callable[[Callable[[], None]], None]] = _private(
     "autograd.Variable._execution_engine.queue_callback"
@@ -112,7 +116,7 @@ def transforms() -> tuple[str, ...]:
 
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass of autograd."""
-    return current_run() != -1
+    return current_run() != NO_RUN
 
 
 def compiles() -> bool:
@@ -264,13 +268,10 @@ def untraced(function: Function, *, with_callees: bool = True) -> Function:
 def in_range(name: str, function: Callable[..., Result], *args: Any) -> Result:
     """Call `function(*args)`; a profile shows the call as `FullyShardedDataParallel.<name>`.
 
-    Without a profiler this costs nothing. The names are FSDP1's: `_root_pre_forward`, `_pre_forward`, `_to_kwargs`,
-    `_pre_forward_prefetch`, `_post_forward`, `_pre_backward_hook`, `_pre_backward_prefetch`, `_post_backward_hook`,
-    `_post_backward_hook_reshard_only`, `_post_backward_prefetch`, and `rate_limiter`, in which a reduction waits for
-    the one before it.
+    Without a profiler this costs nothing. The names are FSDP1's; `rate_limiter` is where a reduction waits for the one
+    before it.
     """
-    # An attribute that a profiler sets: to ask autograd for the same takes longer than all the rest here.
-    if not getattr(profiler, "_is_profiler_enabled", False):
+    if not is_profiled():
         return function(*args)
     with torch.profiler.record_function(f"FullyShardedDataParallel.{name}"):
         return function(*args)
@@ -286,7 +287,7 @@ def profiled(name: str | Callable[..., str]) -> Callable[[Callable[Arguments, Re
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if not getattr(profiler, "_is_profiler_enabled", False):
+            if not is_profiled():
                 return function(*args, **kwargs)
             said = name if isinstance(name, str) else name(*args, **kwargs)
             return in_range(said, functools.partial(function, **kwargs) if kwargs else function, *args)

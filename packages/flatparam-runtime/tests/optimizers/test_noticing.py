@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import optim
 
-from flatparam_comm import SingleCollectives
+from flatparam_comm import FlatParamError, SingleCollectives
 from flatparam_runtime import notice_optimizers
 from flatparam_runtime.optimizers import stepping
 
 from ..models import Stack, batch
-from ..worlds import check_same, full_parameters, sharded
+from ..worlds import check_same, full_parameters, seeded, sharded
 
 
 def test_the_hook_is_installed_by_its_own_call_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +69,35 @@ def test_a_lacking_add_on_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert [record.name for record in caplog.records] == ["flatparam_runtime"]
     assert "flatparam-optim is not installed" in caplog.text
     assert "is not refused on shards" in caplog.text
+
+
+def _stepped(module: torch.nn.Module, first: str) -> dict[str, torch.Tensor]:
+    """Return the parameters after steps of an optimizer that is made after a forward pass whose output is dropped."""
+    module(batch(0))
+    optimizer = optim.Adam(module.head.parameters(), lr=0.1)
+    for _ in range(2):
+        if first == "zero_grad":
+            optimizer.zero_grad()
+        module(batch(0)).square().mean().backward()
+        optimizer.step()
+        if first == "step":
+            optimizer.zero_grad()
+    return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("first", ["zero_grad", "step"])
+def test_an_optimizer_of_full_parameters(first: str) -> None:
+    """One that was made of what a module inside shows between its passes steps the parameters themselves."""
+    notice_optimizers()
+    module = sharded(Stack, SingleCollectives(), use_orig_params=True, free_after_forward=False)
+    check_same(_stepped(module, first), _stepped(seeded(Stack), first))
+
+
+def test_an_optimizer_of_full_parameters_without_originals() -> None:
+    """If the flat parameter is what is listed, no other one can be stepped, and the error says what to do."""
+    notice_optimizers()
+    module = sharded(Stack, SingleCollectives(), free_after_forward=False)
+    module(batch(0))
+    optimizer = optim.SGD([module.head.weight], lr=0.1)
+    with pytest.raises(FlatParamError, match=r"'head.weight'.*in the optimizer SGD.*model's parameters\(\)"):
+        optimizer.step()

@@ -193,7 +193,8 @@ class Following:
 
     def _gather(self, unit: Unit) -> None:
         with self._scripted(_say_nothing):
-            unit.unshard(full_precision=unit.computes_in_full_precision)
+            unit.begin_unshard(full_precision=unit.computes_in_full_precision, alone=True)
+            unit.finish_unshard()
         if unit.plan.free_after_unsynced_backward:
             unit.reshard()
         else:

@@ -24,8 +24,7 @@ from flatparam.compat import inner_of
 from flatparam_clients.second_door.faces import ShardedParameter, as_presented
 from flatparam_optim import may_step_shards
 from flatparam_runtime import untraced
-from flatparam_runtime.optimizers.stepping import keep_own_part
-from flatparam_runtime.optimizers.torch_optimizers import STEPS
+from flatparam_runtime.optimizers.torch_optimizers import STEPS, keep_own_part
 from flatparam_state.optimizer import HOLDERS
 
 _HELD: Final = "_flatparam_held"

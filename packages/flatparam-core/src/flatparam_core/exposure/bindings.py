@@ -130,7 +130,7 @@ def _check_takeable(module: nn.Module, info: ParamInfo, parameter: nn.Parameter)
         raise FlatParamError(
             f"parameter {info.fqn!r} belongs to TorchScript, whose compiled code does not see a parameter that takes "
             "its place; shard the module before it was scripted or traced, use torch.compile instead, or leave the "
-            "module whole (ignored_modules)"
+            "module whole (ignored_modules, or ignored_params of fully_shard)"
         )
     if isinstance(parameter, UninitializedParameter):
         raise FlatParamError(

@@ -144,7 +144,9 @@ class OriginalExposure:
     @property
     def was_given_data(self) -> bool:
         """Return whether an original lies elsewhere than where `refresh` has put it, or a face is none any more."""
-        return self._addresses != list(map(torch.Tensor.data_ptr, self._originals)) or bool(self._lost())
+        if self._addresses != list(map(torch.Tensor.data_ptr, self._originals)):
+            return True
+        return self.faces is not None and bool(self._lost())
 
     def _lost(self) -> Sequence[int]:
         # A copy has no faces yet.

@@ -45,6 +45,8 @@ class FullForm:
     buffer: FlatBuffer
     leaves: tuple[nn.Parameter, ...] = ()
     """The leaves; empty until the buffer is filled for the first time."""
+    trained: Sequence[bool] = attrs.field(factory=list)
+    """For each leaf, whether it was last told to require a gradient."""
     _solid: dict[int, nn.Parameter] = attrs.field(factory=dict)
     """The leaves that have elements, by index."""
     _offsets: list[int] = attrs.field(factory=list)
@@ -118,7 +120,7 @@ class FullForm:
                 leaf: nn.Parameter = torch.Tensor._make_subclass(kind, view, wants)
                 vars(leaf).update(noted, _fsdp_flattened=True)
                 leaves.append(leaf)
-        self.leaves = tuple(leaves)
+        self.leaves, self.trained = tuple(leaves), wanted
         start = self.buffer.tensor.data_ptr()
         self._solid = {index: leaf for index, leaf in enumerate(leaves) if leaf.numel()}
         self._offsets = [leaf.data_ptr() - start for leaf in self._solid.values()]

@@ -77,7 +77,7 @@ def _different_deeds(everyone: Sequence[Deed | None], rank: int) -> str:
         f"rank {rank}: the ranks run different units",
         deeds,
         "every rank must call the same units in the same order (guard data-dependent branches so that all ranks take "
-        "the same one)",
+        "the same one), and have a loss that depends on each of them (add 0 * output.sum() where it does not)",
     )
 
 

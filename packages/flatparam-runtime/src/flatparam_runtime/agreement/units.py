@@ -5,24 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, final
+from typing import Final, TypeAlias
 
-import attrs
 from torch import nn
 
 from flatparam_comm import FlatParameter, Topology, clean_fqn, owner_of, told_by_ranks, told_ranks, warn_caller
 from flatparam_runtime.agreement.divergence import DivergenceError
 from flatparam_runtime.unit.unit import Unit
 
-
-@final
-@attrs.frozen
-class _Fact:
-    """One property that must be the same on every rank: its subject, and its value."""
-
-    about: str
-    value: str
-
+_Fact: TypeAlias = "tuple[str, str]"
+"""A property that must be the same on every rank: its subject, and its value."""
 
 _TREES: Final = itertools.count(1)
 """The trees whose ranks have agreed, as this process counts them."""
@@ -41,7 +33,7 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     facts = [fact for unit in units for fact in _facts(unit)]
     weights = _initial_weights(units)
     for unit in units:
-        unit.held.forget_initial()
+        unit.held.initial = None
     root = units[0].topology
     _check_copies(root)
     _warn_of_smaller_groups(units)
@@ -51,7 +43,7 @@ def agree_on_units(units: Sequence[Unit]) -> None:
     if is_renamed:
         everyone = root.exchange((facts, units[0].held.left_whole), label="units")
         text = _first_difference([each for each, _ in everyone], root.rank)
-        kinds = {tuple(fact.value for fact in each) for each, _ in everyone}
+        kinds = {tuple(value for _, value in each) for each, _ in everyone}
         if len(kinds) > 1 or len({ignored for _, ignored in everyone}) == 1:
             raise DivergenceError(text)
         warn_caller(f"{text}; nothing but names differs, since the ranks ignore different modules: then all is well")
@@ -144,21 +136,21 @@ def _warn_of_weights(everyone: Sequence[Mapping[str, int]]) -> None:
 def _facts(unit: Unit) -> Iterator[_Fact]:
     plan = unit.plan
     who = f"unit {unit.name!r}"
-    yield _Fact(who, f"{len(unit.handles)} flat parameters")
-    yield _Fact(f"the sharding strategy of {who}", f"free after forward: {plan.free_after_forward}")
-    yield _Fact(f"the groups of {who}", f"{plan.topology.shard.size} ranks share the parameters")
-    yield _Fact(f"the mixed precision of {who}", str(plan.precision))
-    yield _Fact(f"use_orig_params of {who}", str(plan.use_orig_params))
-    yield _Fact(f"nonfinite of {who}", plan.nonfinite)
+    yield (who, f"{len(unit.handles)} flat parameters")
+    yield (f"the sharding strategy of {who}", f"free after forward: {plan.free_after_forward}")
+    yield (f"the groups of {who}", f"{plan.topology.shard.size} ranks share the parameters")
+    yield (f"the mixed precision of {who}", str(plan.precision))
+    yield (f"use_orig_params of {who}", str(plan.use_orig_params))
+    yield (f"nonfinite of {who}", plan.nonfinite)
     for handle in unit.handles:
         lengths = handle.layout.uneven_numels
         if lengths:
-            yield _Fact(f"the shares of {who}", f"shards of {', '.join(map(str, lengths))} elements")
+            yield (f"the shares of {who}", f"shards of {', '.join(map(str, lengths))} elements")
         for slot, trained in zip(handle.layout.slots, handle.exposure.requires_grad(), strict=True):
             spec = slot.spec
             how = "trained" if trained else "frozen"
             rule = "" if spec.rule.kind == "element" else f", kept together by {spec.rule}"
-            yield _Fact(f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}{rule}")
+            yield (f"parameter {spec.fqn!r} of {who}", f"shape {spec.shape}, {spec.dtype}, {how}{rule}")
 
 
 def _first_difference(everyone: Sequence[Sequence[_Fact]], rank: int) -> str:
@@ -175,7 +167,7 @@ def _at(facts: Sequence[_Fact], place: int) -> _Fact | None:
 
 
 def _told(fact: _Fact | None) -> str:
-    return "no more parameters" if fact is None else f"{fact.about}: {fact.value}"
+    return "no more parameters" if fact is None else ": ".join(fact)
 
 
 def names_left_whole(module: nn.Module) -> frozenset[str]:

@@ -97,7 +97,7 @@ def _pinned(unit: Unit, wishes: Wishes) -> Iterator[None]:
     try:
         yield
     finally:
-        showing.unpin()
+        showing.pin(-1)
         if not showing.pins:
             showing.end()
             for handle in unit.handles:

@@ -67,14 +67,9 @@ def _have_found(guards: list[NonfiniteGuard]) -> bool:
 
 def _guards_of(optimizer: optim.Optimizer) -> list[NonfiniteGuard]:
     """Return the guards of the trees whose parameters the optimizer holds."""
-    found: list[NonfiniteGuard] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            unit = holder_of_parameter(parameter)
-            guard = None if unit is None else unit.observers.guard
-            if guard is not None and guard not in found:
-                found.append(guard)
-    return found
+    held_by = (holder_of_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    guards = dict.fromkeys(unit.observers.guard for unit in held_by if unit is not None)
+    return [guard for guard in guards if guard is not None]
 
 
 def _twin(optimizer: optim.Optimizer) -> optim.Optimizer:

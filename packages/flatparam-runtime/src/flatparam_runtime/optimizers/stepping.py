@@ -16,86 +16,20 @@ from typing import Any, Final, Protocol, final
 
 import attrs
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self
 
-from flatparam_comm import (
-    FlatParameter,
-    FlatParamHandle,
-    end_of_call,
-    handle_of,
-    memory_view,
-    module_behind,
-    owner_of,
-    watch_call,
-)
+from flatparam_comm import FlatParameter, FlatParamHandle, end_of_call, handle_of, module_behind, owner_of, watch_call
 from flatparam_runtime.agreement.divergence import STEP
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.agreement.nonfinite import NonfiniteGuard
 from flatparam_runtime.autograd import in_backward, untraced
 from flatparam_runtime.optimizers.leaving_out import step_instead
-from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART
+from flatparam_runtime.optimizers.torch_optimizers import KEEPS_OWN_PART, have_listed, keep_own_part
 from flatparam_runtime.unit import WAITING, Unit, drop_waiting_of, holder_of_parameter
 
 _LOG: Final = logging.getLogger("flatparam_runtime")
-_PART_STATES_OF: Final = "part_states_of"
-"""The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
-
-COUNTERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
-"""The 0-d states of torch's optimizers that belong to no element, also if the parameter has no dimension."""
-
-
-def part_states_of(optimizer: optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the names of the states that are cut like their parameter if they have its shape; `None` stands for all.
-
-    Other states belong to a parameter as a whole.
-
-    Args:
-        optimizer: says it itself, by a method of this name without the first argument, if it steps whole parameters.
-        settings: a parameter group of it.
-    """
-    tell = getattr(optimizer, _PART_STATES_OF, None)
-    return tell(settings) if callable(tell) else None
-
-
-def keep_own_part(optimizer: optim.Optimizer) -> None:
-    """Cut the state that `optimizer` had before its parameters were sharded, as these were cut, and mark it.
-
-    Adagrad makes state when it is made, and others have some if they have stepped before the model was wrapped.
-    """
-    has_shards = False
-    for group in optimizer.param_groups:
-        names = part_states_of(optimizer, group)
-        for parameter in group["params"]:
-            has_shards = has_shards or isinstance(parameter, FlatParameter)
-            owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
-            if owner is None:
-                continue
-            has_shards = True
-            state = optimizer.state.get(parameter)
-            if isinstance(state, dict):
-                state.update(_own_parts(state, names, parameter, *owner))
-    if has_shards:
-        setattr(optimizer, KEEPS_OWN_PART, True)
-
-
-def _own_parts(
-    state: Mapping[str, Any], names: frozenset[str] | None, parameter: Tensor, handle: FlatParamHandle, index: int
-) -> dict[str, Tensor]:
-    spec = handle.layout.slots[index].spec
-    if parameter.shape == spec.shape:
-        return {}
-    span = handle.layout.fragment(index, handle.rank).in_param
-    return {
-        name: memory_view(value, spec)[span.as_slice()].clone().view(parameter.shape)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.shape == spec.shape
-        and ((value.dim() > 0 or name not in COUNTERS) if names is None else name in names)
-    }
-
-
 #: The types of hyper-parameters that are compared between ranks: betas are a tuple.
 _PLAIN: Final = (bool, int, float, tuple)
 _STEPPED: Final = "_flatparam_stepped"
@@ -110,7 +44,6 @@ class StepPreparation(Protocol):
 
     def prepare_step(self, optimizer: optim.Optimizer) -> None:
         """Have the optimizer step, now and later, what is best, or refuse it; it is about to step."""
-        ...
 
 
 @functools.cache
@@ -128,14 +61,8 @@ def _preparation() -> StepPreparation | None:
 def notice_optimizers() -> None:
     """Have each optimizer in the process looked at when it steps, by a hook of torch; a second call does nothing.
 
-    From then on its `zero_grad()` drops gradients that wait for a reduction (`no_sync`), too.
-
-    With flatparam-optim, one that would train other numbers on shards is then refused, or warned of (`allow_shards`),
-    and one of `torch.optim` that holds parameters of a unit steps neighbours as one tensor, and long ones in pieces
-    (`set_flat_steps`).
-
-    The wrapper calls it. Call it yourself, once, if you shard by `shard_module` alone: otherwise optimizers step each
-    parameter by itself, and none is refused.
+    From then on its `zero_grad()` drops gradients that wait for a reduction (`no_sync`), too. The wrapper calls it;
+    call it yourself, once, if you shard by `shard_module` alone.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -147,11 +74,11 @@ def notice_optimizers() -> None:
 @functools.wraps(_TORCHS_ZERO_GRAD)
 def _zero_grad(optimizer: optim.Optimizer, set_to_none: bool = True) -> None:
     """Drop the gradients that wait for a reduction, too: in FSDP1 those of `no_sync` are in `.grad`."""
+    is_noted = not (in_backward() or torch.compiler.is_compiling())
+    if is_noted:
+        _note_zero_grad(optimizer)
     _TORCHS_ZERO_GRAD(optimizer, set_to_none)
-    if in_backward() or torch.compiler.is_compiling():
-        return
-    _note_zero_grad(optimizer)
-    if WAITING:
+    if is_noted and WAITING:
         drop_waiting_of(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -225,6 +152,8 @@ def _stepped_by(optimizer: optim.Optimizer) -> _Stepped:
     key = [(id(each), len(each)) for each in lists]
     known: _Stepped | None = vars(optimizer).get(_STEPPED)
     if known is None or known.key != key or not known.is_up_to_date:
+        for parameters in lists:
+            have_listed(optimizer, parameters)
         known = vars(optimizer)[_STEPPED] = _Stepped.by(lists, key)
     return known
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import Node
 from typing_extensions import Self
 
-from flatparam_comm import FlatParamError, tell_failure
+from flatparam_comm import FlatParamError, Residency, tell_failure
 from flatparam_runtime.agreement.comparison import Comparison
 from flatparam_runtime.autograd import (
     call_at_end,
@@ -178,7 +178,7 @@ class BackwardPass:
                 record = self._activate(unit)
             if record.call is None:
                 record.call = call
-            if not self.reductions.overlaps(unit):
+            if self.reductions.reducing and not self.reductions.overlaps(unit):
                 self.reductions.make_room()
             if unit.plan.unshards_in_backward:
                 unit.begin_unshard(full_precision=call.full_precision)
@@ -276,7 +276,7 @@ class BackwardPass:
         # Wait before one more buffer is taken; the reduction would have to wait anyway.
         syncs = unit.reducer.synchronises
         trained = _trained(unit) if record.trained is None else record.trained
-        if syncs and (trained or unit.reducer.unsynced):
+        if self.reductions.reducing and syncs and (trained or unit.reducer.unsynced):
             self.reductions.make_room()
         for _, handle, watch in trained:
             if averaging.weight != 1.0:
@@ -354,7 +354,8 @@ class BackwardPass:
         for lender in unit.links.lenders:
             if not self._is_active(lender):
                 self._free(lender)
-        record.give_back()
+        if record.lent:
+            record.give_back()
         # Collect only now: the buffer of the gradients may take the memory of the full parameters.
         self._collect(record)
         unit.move(Phase.IDLE)
@@ -430,10 +431,12 @@ class BackwardPass:
 
 
 def _check_unchanged(unit: Unit, call: ForwardCall) -> None:
+    stamp = 0
     for handle in unit.handles:
-        if handle.is_unsharded:
+        if handle.residency is Residency.UNSHARDED:
             handle.check_leaves()
-    if call.stamp != unit.stamp():
+        stamp += handle.stamp()
+    if call.stamp != stamp:
         raise FlatParamError(
             f"unit {unit.name!r} on rank {unit.topology.rank}: its parameters were changed (by an optimizer "
             "step, by loading, or in place) between its forward pass and the backward pass through it; run backward "
@@ -464,8 +467,5 @@ def _trained(unit: Unit) -> Sequence[WatchedHandle]:
 
 
 def _has_gradients_left(unit: Unit) -> bool:
-    for _, _, watch in leaf_watches(unit.handles):
-        for index in watch.unhooked:
-            if watch.leaves[index].grad is not None:
-                return True
-    return False
+    watches = (watch for _, _, watch in leaf_watches(unit.handles))
+    return any(watch.leaves[index].grad is not None for watch in watches for index in watch.unhooked)

@@ -20,11 +20,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from flatparam_comm import FlatParamError, FlatParamHandle, Threshold, tell_failure
 from flatparam_runtime.autograd import (
+    NO_RUN,
     apart_from_checkpoints,
     autocast_is_on,
+    current_run,
     dispatch_modes,
-    in_backward,
     in_range,
+    is_profiled,
     node_beneath,
     profiled,
     untraced,
@@ -62,7 +64,10 @@ def call_unit(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], k
     """
     if unit.held.by_hooks:
         return in_range("forward", functools.partial(function, **kwargs), *args)
-    return in_range("forward", call_between, unit.module, unit, function, args, kwargs)
+    module = unit.held.reference() or unit.module
+    if is_profiled():
+        return in_range("forward", call_between, module, unit, function, args, kwargs)
+    return call_between(module, unit, function, args, kwargs)
 
 
 @calls_module
@@ -120,10 +125,10 @@ def _watch_unit(tree: UnitTree, unit: Unit) -> None:
 
 def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, ForwardCall]:
     tree, backward = tree_and_backward(unit)
-    call = ForwardCall(sys.exc_info()[1], module, in_backward())
+    call = ForwardCall(sys.exc_info()[1], module, current_run() != NO_RUN)
     if unit.phase is Phase.BACKWARD and backward is not None:
         call.is_recomputation = True
-        _begin(unit, call)
+        unit.begin_call(call)
         return tree, call
     if unit.held.calls and _was_interrupted(unit, module):
         _refuse_another_thread(tree)
@@ -140,7 +145,7 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
         if unit.phase is Phase.REDUCING and backward is not None:
             backward.reductions.settle_until(unit)
         unit.move(Phase.FORWARD)
-    _begin(unit, call)
+    unit.begin_call(call)
     for reader in list(unit.links.borrowers):
         for theirs in reader.calls:
             if unit in theirs.lent:
@@ -151,12 +156,6 @@ def _have_full_parameters(unit: Unit, module: nn.Module) -> tuple[UnitTree, Forw
     unit.finish_unshard()
     call.stamp = 0 if unit.gather is None else unit.gather.stamp
     return tree, call
-
-
-def _begin(unit: Unit, call: ForwardCall) -> None:
-    unit.held.begin_call(call)
-    for each in (unit, *unit.links.lenders):
-        each.list_flat_parameters(False)
 
 
 def _was_interrupted(unit: Unit, module: nn.Module) -> bool:
@@ -338,27 +337,28 @@ def _is_first_of_backward(tree: UnitTree, unit: Unit) -> bool:
 
 def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     args, kwargs = inputs
-    for tensor in tensors_in(inputs if kwargs else args):
+    # The shortcut for most calls.
+    is_one = not kwargs and len(args) == 1 and type(args[0]) is Tensor
+    for tensor in args if is_one else tensors_in(inputs):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = (tensor.grad_fn or apart_from_checkpoints(_node_of_leaf, tensor), tensor.device)
+            call.inputs[token] = (
+                tensor.grad_fn or apart_from_checkpoints(get_gradient_edge, tensor).node,
+                tensor.device,
+            )
             # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
-            registered = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            registered = tensor.register_hook(hook)
             # A leaf outlives this graph; the call does not.
             if tensor.grad_fn is None:
                 weakref.finalize(call, registered.remove)
-
-
-def _node_of_leaf(leaf: Tensor) -> Node:
-    return get_gradient_edge(leaf).node
 
 
 def _watch_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     found: dict[Node, None] = {}
     opaque: list[object] = []
     made = {node for node, _ in call.inputs.values()}
-    for tensor in tensors_in(output, opaque):
+    for tensor in (output,) if type(output) is Tensor else tensors_in(output, opaque):
         node = tensor.grad_fn
         # The module passed a parameter on, or a part of its memory: whoever called computes with it.
         if node is None or tensor._is_view():

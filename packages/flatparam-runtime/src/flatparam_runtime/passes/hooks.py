@@ -16,16 +16,13 @@ node pre-hook        gradients with a graph          the same, with `again`  IDL
 final callback       the autograd run                `BackwardPass.finish`   REDUCING -> IDLE
 ===================  ==============================  ======================  ==========================
 
-A wrapper calls its unit's module by `call_unit`, around all hooks of that module. A unit in place has the two hooks
-instead. This file registers those of the module, when a unit is made, and `unit/calls.py` replaces a method by
+This file registers those of the module, when a unit is made, and `unit/calls.py` replaces a method by
 `_call_inside` or `_call_directly` while its unit is not called. `forward.py` registers the others, call by call, but
 two: `unit/module.py` registers a leaf's hook once it has to, and `backward.py` queues the final callback when a pass
 begins. A forward call that reads a parameter of a sharded unit (`self.head.weight`) reaches `lending._read`.
 
-Three more are for the whole process, and are installed when a wrapper is made: `optimizers/stepping.py` has a hook
-before and one after each optimizer's step, and replaces `Optimizer.zero_grad` (`notice_optimizers`); and
-`autograd.on_failed_run` stands around autograd's run (`notice_failed_passes`). The state layer has one before each
-optimizer's step, once a model is offloaded or shows averages (`flatparam_state.at_rest`).
+Those for the whole process are installed when a wrapper is made (`notice_optimizers`, `notice_failed_passes`). The
+state layer has one before each optimizer's step, if a model is offloaded or shows averages (`flatparam_state.at_rest`).
 """
 
 from __future__ import annotations

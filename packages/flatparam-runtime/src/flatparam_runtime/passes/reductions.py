@@ -40,7 +40,7 @@ class Reductions:
     """Whether the device runs ahead of the host."""
     has_begun: bool = False
     """Whether any was issued."""
-    _reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
+    reducing: collections.deque[InFlight] = attrs.field(factory=collections.deque)
     """Those in flight among the ranks that share a unit's parameters, the oldest first."""
     _replicating: collections.deque[InFlight] = attrs.field(factory=collections.deque)
     """Those in flight among the copies of each shard, the oldest first."""
@@ -60,12 +60,12 @@ class Reductions:
             handles = tuple(h for h in unit.handles if h in unsynced or h in handles)
         if not handles:
             return
-        if self._reducing:
+        if self.reducing:
             self.make_room()
         if unit.observers.guard is not None:
             unit.observers.guard.look_before_reduction(unit, handles)
         reduction = unit.begin_reduce(handles, averaging)
-        self._reducing.append((unit, reduction))
+        self.reducing.append((unit, reduction))
         self.has_begun = True
         has_copies = unit.plan.topology.replicate is not None
         # The only collective is the sum over the copies; one such sum stays in flight.
@@ -79,7 +79,7 @@ class Reductions:
 
     def make_room(self) -> None:
         """Wait for the oldest reductions until one more may be in flight."""
-        while len(self._reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
+        while len(self.reducing) >= MAX_REDUCTIONS_IN_FLIGHT.value:
             self._wait_for_oldest()
 
     @profiled("rate_limiter")
@@ -90,12 +90,12 @@ class Reductions:
         """Finish the reductions in flight up to that of `unit`, if `unit` has one."""
         while unit.phase is Phase.REDUCING and self._replicating:
             self._settle(*self._replicating.popleft())
-        while unit.phase is Phase.REDUCING and self._reducing:
+        while unit.phase is Phase.REDUCING and self.reducing:
             self._advance(keep=0)
 
     def _advance(self, *, keep: int = 1) -> None:
         """Move the oldest reduction on to the copies; up to `keep` of these stay in flight, if they can."""
-        unit, reduction = self._reducing.popleft()
+        unit, reduction = self.reducing.popleft()
         if unit.observers.instruments:
             unit.observers.waits(unit, "reduce_scatter")
         nbytes = reduction.replicate()
@@ -127,7 +127,7 @@ class Reductions:
 
     def settle(self) -> None:
         """Finish every reduction in flight."""
-        while self._reducing:
+        while self.reducing:
             self._advance()
         while self._replicating:
             self._settle(*self._replicating.popleft())
@@ -211,12 +211,12 @@ class Reductions:
 
     def drop(self) -> None:
         """Drop everything after an exception; wait for what is in flight, since it owns memory."""
-        for _, reduction in (*self._reducing, *self._replicating):
+        for _, reduction in (*self.reducing, *self._replicating):
             reduction.drop()
         for reduced in self._held:
             reduced.let_go()
         # Parameters have them.
         self._divide()
-        self._reducing.clear()
+        self.reducing.clear()
         self._replicating.clear()
         self._held.clear()

@@ -26,6 +26,7 @@ from flatparam_runtime.passes.freeing import Juncture, free
 from flatparam_runtime.passes.record import ForwardPass, next_forward
 from flatparam_runtime.passes.reductions import Reductions
 from flatparam_runtime.unit import (
+    TREE,
     ForwardCall,
     InnerCall,
     Phase,
@@ -39,9 +40,6 @@ from flatparam_runtime.unit import (
 
 ROOT_NAME = "(root)"
 """The name of the root unit in labels, events and messages."""
-
-_TREE = "_flatparam_tree"
-"""The attribute of a module that holds its tree, so that both have the same lifetime."""
 
 
 @final
@@ -89,7 +87,7 @@ class UnitTree:
         for number, (name, unit) in enumerate(named):
             unit.join(name or ROOT_NAME, number, tree.fingerprint)
             unit.observers.guard = guard
-            unit.module.__dict__[_TREE] = tree
+            unit.module.__dict__[TREE] = tree
             for handle in unit.handles:
                 handle.use_pool(tree.pool)
         return tree
@@ -370,7 +368,7 @@ def _nothing() -> None:
 def tree_of(unit: Unit) -> UnitTree:
     """Return the tree that `unit` belongs to; if it has none yet, a new one with `unit` as its root."""
     module = unit.held.reference()
-    tree: UnitTree | None = None if module is None else module.__dict__.get(_TREE)
+    tree: UnitTree | None = None if module is None else module.__dict__.get(TREE)
     return UnitTree.grow(unit) if tree is None else tree
 
 

@@ -4,6 +4,7 @@ from flatparam_runtime.unit.buffers import UnitBuffers, broadcast_buffers
 from flatparam_runtime.unit.calls import ForwardCall, InnerCall, calls_module, running_calls
 from flatparam_runtime.unit.initial_weights import InitialWeights
 from flatparam_runtime.unit.module import (
+    TREE,
     InnerCalls,
     LeafKey,
     LeafWatch,
@@ -33,6 +34,7 @@ from flatparam_runtime.unit.registry import (
 from flatparam_runtime.unit.unit import Unit, device_of
 
 __all__ = [
+    "TREE",
     "WAITING",
     "BackwardOrder",
     "BufferDtype",

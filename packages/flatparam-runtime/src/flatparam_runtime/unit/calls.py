@@ -155,8 +155,11 @@ class InnerCall(Generic[U]):
         module = self.reference()
         if module is None:
             return
-        there = module.__dict__.get(self.name)
-        if there is not self and (there is None or there is not self.covered):
+        there = beneath = module.__dict__.get(self.name)
+        # A module may be in two units; that of the other one may be over this one.
+        while isinstance(beneath, InnerCall) and beneath is not self:
+            beneath = beneath.own
+        if beneath is not self and (there is None or there is not self.covered):
             self.own, self.covered = there, None
             module.__dict__[self.name] = self
 

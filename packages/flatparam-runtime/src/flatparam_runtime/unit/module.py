@@ -21,6 +21,8 @@ from flatparam_runtime.unit.calls import ForwardCall, InnerCall
 from flatparam_runtime.unit.initial_weights import InitialWeights
 
 _GRAD: Final = operator.attrgetter("grad")
+TREE: Final = "_flatparam_tree"
+"""The attribute of a module that holds the tree of its unit, so that both have the same lifetime."""
 
 
 @final
@@ -253,7 +255,3 @@ class UnitModule:
         """Take the buffers to cast, the weights to compare, the calls inside to watch, and what was left whole."""
         self.buffers, self.initial, self.inner = buffers, initial, inner
         self.left_whole = left_whole
-
-    def forget_initial(self) -> None:
-        """Drop the checksums of the initial weights: the ranks have compared them."""
-        self.initial = None

@@ -82,13 +82,9 @@ class Summoned:
         """Leave the outermost context."""
         self.wishes = None
 
-    def pin(self) -> None:
-        """Count one more context that keeps full parameters in memory."""
-        self.pins += 1
-
-    def unpin(self) -> None:
-        """Count one context less."""
-        self.pins -= 1
+    def pin(self, more: int = 1) -> None:
+        """Count one more context that keeps full parameters in memory, or one less (-1)."""
+        self.pins += more
 
     def hold(self, held: bool) -> None:
         """Note that a caller has gathered the full parameters, or that they are freed."""

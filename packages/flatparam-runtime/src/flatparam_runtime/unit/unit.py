@@ -16,7 +16,7 @@ from torch import nn
 from flatparam_comm import Averaging, FlatParamError, FlatParamHandle, Gather, Reducer, Reduction, Residency, Topology
 from flatparam_runtime.agreement.fingerprint import Fingerprint
 from flatparam_runtime.unit.calls import ForwardCall
-from flatparam_runtime.unit.module import UnitModule, next_number
+from flatparam_runtime.unit.module import TREE, UnitModule, next_number
 from flatparam_runtime.unit.observers import Observers
 from flatparam_runtime.unit.phases import PHASES, Phase, Summoned
 from flatparam_runtime.unit.plan import UnitPlan
@@ -146,14 +146,15 @@ class Unit:
 
     # Full parameters
 
-    def begin_unshard(self, *, full_precision: bool = False, copied: bool = False) -> None:
+    def begin_unshard(self, *, full_precision: bool = False, copied: bool = False, alone: bool = False) -> None:
         """Issue the gather of the full parameters, unless they are in memory or their gather is in flight.
 
         Args:
             full_precision: gather them in their own dtype, whatever the compute dtype.
             copied: gather them to memory of their own, even if nothing is sharded.
+            alone: do not gather those of lenders, too: somebody else tells when.
         """
-        for lender in self.links.lenders:
+        for lender in () if alone else self.links.lenders:
             lender.begin_unshard(full_precision=full_precision, copied=copied)
         if not self.handles or self.handles[0].residency is not Residency.SHARDED:
             return
@@ -291,6 +292,12 @@ class Unit:
 
     # Parameters that are listed, and lent
 
+    def begin_call(self, call: ForwardCall) -> None:
+        """Note a forward call that begins: what it reads is listed under the original names from now on."""
+        self.held.begin_call(call)
+        for each in (self, *self.links.lenders):
+            each.list_flat_parameters(False)
+
     def list_flat_parameters(self, listed: bool) -> None:
         """Have `parameters()` list the flat parameters, or not: inside a forward call, which has the full ones."""
         # No hook is called when Ctrl-C interrupts a module in place, and the flat parameter would not be listed again.
@@ -366,6 +373,9 @@ class Unit:
         Raises:
             FlatParamError: inside a pass, or while full parameters are summoned.
         """
+        tree = self.module.__dict__.get(TREE)
+        if tree is not None:
+            tree.drop_remains()
         if self.phase is not Phase.IDLE or self.calls or self.showing.pins:
             raise FlatParamError(
                 f"unit {self.name!r}: a sharded model can be copied or pickled only outside of a pass, and not while "
@@ -383,7 +393,8 @@ class Unit:
 
     def revive(self) -> bool:
         """Have the module show the shards of a unit that was just copied; false if it is not whole yet."""
-        is_whole = all([handle.revive() for handle in self.handles])
+        # Units refer to each other, so the module of one may be whole before that unit has any attribute.
+        is_whole = hasattr(self, "handles") and all([handle.revive() for handle in self.handles])
         if is_whole and not self.calls:
             self.held.inner.restore()
         return is_whole

@@ -98,7 +98,7 @@ class Resolved:
 def _warn_of_calls(module: nn.Module) -> None:
     """Warn of a module that is not called when its parameters are used, since its calls would gather them ahead."""
     name = type(module).__name__
-    is_called = type(module).forward is not nn.Module.forward
+    is_called = getattr(type(module), "forward", None) is not nn.Module.forward  # that of a scripted module raises
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not is_called:
         text = (
             f"a {name} has no forward pass, so its parameters are gathered for each call of a module inside it; wrap "

@@ -81,7 +81,7 @@ def _taken_apart(b: BoundParameter) -> tuple[Tensor, Callable[[Tensor], Tensor] 
         raise FlatParamError(
             f"parameter {b.names[0]!r} is a {kind.__module__}.{kind.__qualname__} that requires a gradient: expected "
             "requires_grad=False, since only frozen parameters of such a class can be sharded; freeze it and train an "
-            "adapter (LoRA) on top, or leave its module whole (ignored_modules)"
+            "adapter (LoRA) on top, or leave its module whole (ignored_modules, or ignored_params of fully_shard)"
         )
     recipe, plain = WrapperRecipe.of(b.parameter)
     return plain, recipe
