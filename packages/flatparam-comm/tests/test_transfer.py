@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -489,3 +490,57 @@ def test_a_host_that_runs_ahead(monkeypatch: pytest.MonkeyPatch, offloaded: bool
         gather.drop()
 
     run_threads(2, program)
+
+
+@attrs.define
+class _Moving:
+    """A collective of a backend that moves bytes while nobody waits; the first wait is interrupted."""
+
+    inner: Pending
+    waits: list[str]
+    moves_by_itself: bool = True
+
+    def wait(self) -> None:
+        self.waits.append("waits")
+        if len(self.waits) == 1:
+            raise KeyboardInterrupt
+        self.inner.wait()
+
+    def done(self) -> bool:
+        return False
+
+
+class _Interrupted(ForwardingCollectives):
+    """A group whose collectives are `_Moving`, or are waited for to move anything."""
+
+    def __init__(self, inner: Collectives, moves_by_itself: bool) -> None:
+        super().__init__(inner)
+        self.waits: list[str] = []
+        self.moves_by_itself = moves_by_itself
+
+    def _decorate(self, inner: Collectives) -> Collectives:
+        return _Interrupted(inner, self.moves_by_itself)
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str = "") -> Pending:
+        return _Moving(self.inner.all_gather(output, shard, label=label), self.waits, self.moves_by_itself)
+
+    def reduce_scatter(self, output: Tensor, full: Tensor, **options: Any) -> Pending:
+        return _Moving(self.inner.reduce_scatter(output, full, **options), self.waits, self.moves_by_itself)
+
+
+@pytest.mark.parametrize("moves_by_itself", [False, True])
+@pytest.mark.parametrize("what", ["gather", "reduction"])
+def test_an_interrupt_in_a_wait(what: str, moves_by_itself: bool) -> None:
+    """What a backend reads or writes by itself is waited for before the interrupt goes on; nothing else is, again."""
+    group = _Interrupted(SingleCollectives(), moves_by_itself)
+    _, handles = flattened(SingleCollectives())
+    if what == "gather":
+        gather = Gather.issue(handles, group)
+        with pytest.raises(KeyboardInterrupt):
+            gather.finish()
+    else:
+        reducer = Reducer(Topology(group))
+        reduction = reducer.issue(handles, averaging=reducer.averaging(handles))
+        with pytest.raises(KeyboardInterrupt):
+            reduction.replicate()
+    assert group.waits == ["waits"] * (1 + len(handles) * moves_by_itself)

@@ -1,7 +1,10 @@
 """The same wrapper over torch's process groups and meshes, in real processes."""
 
 import functools
+import itertools
+import sys
 import warnings
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -177,3 +180,47 @@ def test_torchs_sharding_of_optimizers_beside_copies(use_orig_params: bool) -> N
     """Each rank steps some of the parameters of ZeroRedundancyOptimizer, and that is no divergence."""
     for found, expected in run_processes(2, stepped_by_zero, use_orig_params):
         assert_same_state(found, expected)
+
+
+def interrupted_at(call: int) -> Any:
+    """Return a profiler that raises KeyboardInterrupt when a function begins to wait for a collective, at that call."""
+    begun = itertools.count(1)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        is_wait = frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("process_group/engine.py")
+        if event == "call" and is_wait and next(begun) == call:
+            sys.setprofile(None)
+            raise KeyboardInterrupt("on purpose")
+
+    return profile
+
+
+def losses_after_an_interrupt(ranks: Collectives, use_orig_params: bool) -> tuple[list[list[float]], list[float]]:
+    """Return the losses of steps after an interrupt in one wait, for each wait of a step, and those without."""
+
+    def step(model: FSDP, optimizer: torch.optim.Optimizer, seed: int) -> float:
+        loss = model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + ranks.rank))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def losses(call: int) -> list[float]:
+        model = FSDP(seeded(mlp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, 10)
+        if call:
+            sys.setprofile(interrupted_at(call))
+            with pytest.raises(KeyboardInterrupt):
+                step(model, optimizer, 20)
+            optimizer.zero_grad()
+        return [step(model, optimizer, seed) for seed in (30, 40)]
+
+    # So often that freed memory which the backend still writes to would not go unseen.
+    return [losses(1 + at % 4) for at in range(24)], losses(0)
+
+
+def test_an_interrupt_while_ranks_wait(use_orig_params: bool) -> None:
+    """Ctrl-C before a wait ends the pass alone: what the backend reads and writes stays until it is done with it."""
+    for found, expected in run_processes(2, losses_after_an_interrupt, use_orig_params):
+        assert found == [expected] * len(found)

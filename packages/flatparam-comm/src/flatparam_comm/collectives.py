@@ -7,8 +7,9 @@ test suite runs over all of them.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeGuard, final, runtime_checkable
 
 import attrs
@@ -41,11 +42,9 @@ class Pending(Protocol):
         CPU tensors: blocks until the bytes are there. CUDA tensors: orders the *current stream* after the collective
         and does not block the host. Raises the collective's error (`CollectiveError`), at each call.
         """
-        ...
 
     def done(self) -> bool:
         """Return whether `wait` would return (or raise) without blocking the host."""
-        ...
 
 
 @runtime_checkable
@@ -55,20 +54,16 @@ class ExchangesValues(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number within the group, `0 <= rank < size`."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks in the group."""
-        ...
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Return every rank's picklable `value`, in rank order. Use it for small facts: it blocks and pickles."""
-        ...
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank has called it."""
-        ...
 
 
 @runtime_checkable
@@ -88,7 +83,6 @@ class Collectives(ExchangesValues, Protocol):
         Both are 1-D, contiguous, of one dtype (any) and on one device; `output.numel() == size * shard.numel()`.
         `shard` may be exactly this rank's slice of `output`; any other overlap is refused.
         """
-        ...
 
     def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Fill `output` with this rank's slice of the reduction of every rank's `full`.
@@ -97,15 +91,12 @@ class Collectives(ExchangesValues, Protocol):
         output.numel()`. `output` may be exactly this rank's slice of `full`; any other overlap is refused. `full` is
         left as it is, except for that slice.
         """
-        ...
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Replace `tensor` (contiguous, any shape) by the reduction of every rank's."""
-        ...
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Replace `tensor` (contiguous, any shape, any dtype) by that of rank `root` *of this group*."""
-        ...
 
     def all_to_all(
         self,
@@ -127,14 +118,12 @@ class Collectives(ExchangesValues, Protocol):
             given_numels: for each rank, the elements that this rank gives it; they add up to `given.numel()`.
             label: names the call in errors, ledgers and fault plans.
         """
-        ...
 
     def subgroup(self, ranks: Sequence[int]) -> Collectives | None:
         """A group of only these ranks (numbers within this group, increasing), or None if this rank is not one of them.
 
         Every rank of this group calls `subgroup`, with the same `ranks`.
         """
-        ...
 
 
 class Parts(Protocol):
@@ -143,20 +132,16 @@ class Parts(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the flat tensor."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device that the parts are on."""
-        ...
 
     def numel(self) -> int:
         """Return the number of elements of the flat tensor."""
-        ...
 
     def fill(self, start: int, out: Tensor) -> None:
         """Write the elements `[start, start + out.numel())` to `out`, 1-D and contiguous."""
-        ...
 
 
 class TakesParts(Protocol):
@@ -168,7 +153,6 @@ class TakesParts(Protocol):
         Some ranks may call this and others `reduce_scatter`. The caller may write to the parts, and free them, when the
         call returns. `output` is new memory.
         """
-        ...
 
 
 def takes_parts(collectives: Collectives) -> TypeGuard[TakesParts]:
@@ -192,6 +176,14 @@ class CompletedPending:
 COMPLETED: Final = CompletedPending()
 
 
+def let_end(pendings: Iterable[Any]) -> None:
+    """Wait, after an interrupt, for what moves bytes while nobody waits: its memory may be freed next."""
+    for each in pendings:
+        if getattr(each, "moves_by_itself", False):
+            with contextlib.suppress(RuntimeError):
+                each.wait()
+
+
 def copied(target: Tensor, source: Tensor) -> Pending:
     """Copy `source` to `target` on this rank alone, unless they begin at one address; that completes the collective."""
     if target.data_ptr() != source.data_ptr():
@@ -211,6 +203,11 @@ class ContinuedPending:
 
     inner: Pending
     then: Callable[[], None] | None
+
+    @property
+    def moves_by_itself(self) -> bool:
+        """Ask `inner` whether it moves bytes while nobody waits."""
+        return getattr(self.inner, "moves_by_itself", False)
 
     def wait(self) -> None:
         """Wait for `inner`, then run `then` the first time. Raises the error of either."""

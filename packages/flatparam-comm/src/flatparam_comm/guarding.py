@@ -54,7 +54,6 @@ class GroupMonitor(Protocol):
             PeerError: if a rank of the group has failed, so that the group is broken.
             MismatchError: if a rank has issued a different collective.
         """
-        ...
 
     def wait_for(self, site: Site, number: int, wait: Callable[[], T]) -> T:
         """Return the result of `wait`, which returns when collective `number` is complete.
@@ -63,7 +62,6 @@ class GroupMonitor(Protocol):
             CommError: in the place of an exception of the backend; it names the rank, the collective, and who failed
                 first.
         """
-        ...
 
     def error_of(self, site: Site, error: Exception, *, waited: bool) -> CommError:
         """Return the error to raise for one of the backend.
@@ -71,11 +69,9 @@ class GroupMonitor(Protocol):
         Args:
             waited: the backend was waiting for the peers, so that the error may be their doing.
         """
-        ...
 
     def note(self, site: Site, dtype: torch.dtype | None, numel: int, detail: int) -> object:
         """Count a collective as `begin`, and leave it to the transport to compare it."""
-        ...
 
     def enter_wait(self, site: Site, number: int) -> Wait | None:
         """From now on this thread waits until each rank has issued collective `number`.
@@ -83,11 +79,9 @@ class GroupMonitor(Protocol):
         Returns:
             What it has waited in before, for `end_wait`.
         """
-        ...
 
     def end_wait(self, before: Wait | None) -> None:
         """This thread waits no longer, or in what it has waited in before."""
-        ...
 
     def check(self, site: Site, *, patiently: bool = False) -> None:
         """Raise what a peer's failure has made of the collectives of this group, if anything.
@@ -95,11 +89,9 @@ class GroupMonitor(Protocol):
         Args:
             patiently: wait some seconds for a peer to say so.
         """
-        ...
 
     def tell(self, error: CommError) -> None:
         """Let the other ranks know of an error of this one, or that ranks diverge, and break the group here."""
-        ...
 
 
 class SurvivingRanks(ExchangesValues, Protocol):
@@ -108,16 +100,13 @@ class SurvivingRanks(ExchangesValues, Protocol):
     @property
     def steps(self) -> int:
         """The optimizer steps that this process has done."""
-        ...
 
     @property
     def is_in_step(self) -> bool:
         """Whether this process's last optimizer step has not ended."""
-        ...
 
     def leave(self) -> None:
         """Return when the others have read what they need, or after a moment."""
-        ...
 
 
 class Guard(Protocol):
@@ -125,29 +114,23 @@ class Guard(Protocol):
 
     def begin(self) -> None:
         """Begin with torch's default group, which has just been made, or end with it."""
-        ...
 
     def monitor_of(
         self, group: ProcessGroup, transport: str, exchange: Callable[[Any], list[Any]] | None
     ) -> GroupMonitor:
         """Return the monitor of a group. For the arguments see the function of this name in this module."""
-        ...
 
     def tell_failure(self, error: BaseException | None, where: str = "", *, is_final: bool = False) -> None:
         """Let the ranks that wait for this one know that it has failed."""
-        ...
 
     def watch_call(self, frame: FrameType, where: str) -> None:
         """Tell the others if the call with this frame raises."""
-        ...
 
     def end_of_call(self) -> None:
         """The call that is watched is about to return."""
-        ...
 
     def survivors_of(self, ranks: Collectives, error: BaseException | None, seconds: float) -> SurvivingRanks:
         """Meet the ranks that live after a failure."""
-        ...
 
 
 @functools.cache

@@ -102,11 +102,9 @@ class HasRanks(Protocol):
 
     def rank(self) -> int:
         """Return this rank's number."""
-        ...
 
     def size(self) -> int:
         """Return the number of ranks."""
-        ...
 
 
 @final

@@ -339,11 +339,11 @@ class FlatParamHandle:
             form.fill()
         self.follow_training()
         presented = self.forms.presented() if self.forms.has_presenters else form.leaves
+        form.note_filled()
         self.exposure.show(presented)
         if is_new:
             self._count_references(form, presented)
-        form.note_filled()
-        # Last: if showing is refused, the buffer can still be given back.
+        # Last: if showing is refused, the buffer can still be given back. At once: an interrupt may come at any call.
         self.residency = Residency.UNSHARDED
 
     def _count_references(self, form: FullForm, presented: Sequence[torch.Tensor]) -> None:

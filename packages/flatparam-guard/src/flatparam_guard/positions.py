@@ -37,11 +37,9 @@ class Neighbours(Protocol):
 
     def find(self, rank: int, key: int) -> memoryview | None:
         """Return the page with this key of `rank`, as far as it is known by now."""
-        ...
 
     def describe(self, rank: int) -> str:
         """Return the process of `rank`, and whether it is stopped."""
-        ...
 
 
 @final

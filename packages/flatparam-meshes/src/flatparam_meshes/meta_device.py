@@ -30,12 +30,10 @@ class Settings(Protocol):
     @property
     def asked(self) -> Any:
         """Return the arguments; `param_init_fn` gives values to what is on the meta device."""
-        ...
 
     @property
     def device(self) -> torch.device | None:
         """Return the device of the unit."""
-        ...
 
 
 R = TypeVar("R", bound=Settings)

@@ -111,11 +111,9 @@ class SlotMove(Protocol):
 
     def put(self, source: Tensor) -> None:
         """Copy the bytes that the others need into the slot."""
-        ...
 
     def take(self, target: Tensor, source: Tensor) -> None:
         """Compute the result from the bytes of all ranks."""
-        ...
 
 
 @final

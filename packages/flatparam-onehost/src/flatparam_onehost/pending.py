@@ -31,11 +31,9 @@ class Engine(Protocol):
     @property
     def has_failed(self) -> bool:
         """Whether every call raises."""
-        ...
 
     def finish(self, pending: SharedPending) -> None:
         """Wait for the peers and take the result, or raise."""
-        ...
 
 
 @final

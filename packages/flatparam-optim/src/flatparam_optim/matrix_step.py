@@ -37,7 +37,6 @@ class MatrixStep(Protocol):
         Returns:
             A tensor of the matrix's shape.
         """
-        ...
 
 
 @final

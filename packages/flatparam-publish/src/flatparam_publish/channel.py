@@ -79,11 +79,9 @@ class Channel(Protocol):
     @property
     def slicing(self) -> Slicing:
         """The receivers' parts of tensors."""
-        ...
 
     def held(self, topology: Topology) -> VersionId | None:
         """The version that every receiver has, or will find; None if there is none. All ranks get the same answer."""
-        ...
 
     def deliver(self, new: NewVersion, topology: Topology) -> Delivery:
         """Deliver a version. When it returns, receivers have it, or will find it; if it raises, they do not.
@@ -91,7 +89,6 @@ class Channel(Protocol):
         Raises:
             PublishError: on every rank, if one has failed.
         """
-        ...
 
 
 @final
@@ -119,4 +116,3 @@ class UpdateSource(Protocol):
             part: which part of tensors it has; None if nobody has said.
             check: raises if the receiver cannot take such tensors.
         """
-        ...

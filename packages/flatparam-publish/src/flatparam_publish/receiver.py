@@ -179,11 +179,9 @@ class _Target(Protocol):
         Raises:
             PublishError: naming those that it cannot take; nothing is changed.
         """
-        ...
 
     def values(self, catalogue: Catalogue) -> list[Value]:
         """Return the tensors of the target, one for each tensor of the catalogue."""
-        ...
 
 
 @final

@@ -101,3 +101,5 @@ def test_an_optimizer_of_full_parameters_without_originals() -> None:
     optimizer = optim.SGD([module.head.weight], lr=0.1)
     with pytest.raises(FlatParamError, match=r"'head.weight'.*in the optimizer SGD.*model's parameters\(\)"):
         optimizer.step()
+    # Beside the flat parameter the full ones do no harm: they get no gradient.
+    optim.SGD(module.parameters(), lr=0.1).step()

@@ -285,6 +285,11 @@ class _ExactSum:
         """Return whether what the other ranks have given is here."""
         return all(pending.done() for pending in self._pending)
 
+    @property
+    def moves_by_itself(self) -> bool:
+        """Ask the exchanges whether they move bytes while nobody waits."""
+        return any(getattr(pending, "moves_by_itself", False) for pending in self._pending)
+
     @torch.no_grad()
     def wait(self) -> None:
         """Add what every rank has given, and round."""

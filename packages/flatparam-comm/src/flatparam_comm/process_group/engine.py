@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import attrs
 import torch
@@ -29,7 +30,6 @@ if dist.is_available() and not dist.is_initialized():
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 #: The dtypes that gloo, NCCL and MPI all support. The rest (bool, complex, 16-bit and unsigned integers, fp8) travel as
 #: bytes if they are only moved: gloo and NCCL refuse several of them with "Invalid scalar type".
@@ -126,12 +126,12 @@ class ProcessGroupCollectives:
             halves, given = carried.view(2, -1), carried_shard.view(-1)
             # First: a tensor without an address raises here, before gloo is told where to write.
             is_in_place = halves[site.rank].data_ptr() == given.data_ptr()
-            work = self._swap(site, calls, halves[1 - site.rank], given)
+            theirs, sizes, group = halves[1 - site.rank], _of_a_swap(site, given), self._reference()
+            pending = _issued(site, calls, (output, shard), c10d.all_to_all, theirs, given, group, sizes)
             if not is_in_place:
                 halves[site.rank].copy_(given)
-        else:
-            work = _issued(site, calls, c10d.all_gather, carried, carried_shard, self._reference())
-        return _WorkPending(site, work, (output, shard), calls, calls.issued)
+            return pending
+        return _issued(site, calls, (output, shard), c10d.all_gather, carried, carried_shard, self._reference())
 
     def reduce_scatter(self, output: Tensor, full: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce by the process group; gloo's sums are an all-to-all and a local sum, in rank order."""
@@ -145,8 +145,7 @@ class ProcessGroupCollectives:
         exchanges = self._is_gloo and (self.adds_in_rank_order or site.size == 2)
         if exchanges and op is ReduceOp.SUM and full.is_floating_point() and full.is_cpu:
             return self._exchange_and_add(site, calls, carried, carried_full)
-        work = _issued(site, calls, c10d.reduce_scatter, carried, carried_full, op, self._reference())
-        return _WorkPending(site, work, (output, full), calls, calls.issued)
+        return _issued(site, calls, (output, full), c10d.reduce_scatter, carried, carried_full, op, self._reference())
 
     def _exchange_and_add(self, site: checks.Site, calls: GroupMonitor, output: Tensor, full: Tensor) -> Pending:
         """Return a reduce-scatter by an all-to-all and a local sum, in rank order.
@@ -155,19 +154,12 @@ class ProcessGroupCollectives:
         """
         parts = full.view(site.size, -1)
         if site.size == 2 and output.data_ptr() != parts[site.rank].data_ptr():
-            work = self._swap(site, calls, output, parts[1 - site.rank])
-            add = functools.partial(_add, output, (output, parts[site.rank]))
-            return _WorkPending(site, work, (output, full), calls, calls.issued, add)
+            add, given = functools.partial(_add, output, (output, parts[site.rank])), parts[1 - site.rank]
+            sizes, group = _of_a_swap(site, given), self._reference()
+            return _issued(site, calls, (output, full), c10d.all_to_all, output, given, group, sizes, then=add)
         received = torch.empty_like(full)
-        work = _issued(site, calls, c10d.all_to_all, received, full, self._reference())
         add = functools.partial(_add, output, received.view(site.size, -1).unbind())
-        return _WorkPending(site, work, (received, full), calls, calls.issued, add)
-
-    def _swap(self, site: checks.Site, calls: GroupMonitor, theirs: Tensor, ours: Tensor) -> Any:
-        """Issue a swap between two ranks: send `ours`, and receive as much in `theirs`; returns its `Work`."""
-        sizes = [0, 0]
-        sizes[1 - site.rank] = ours.numel()
-        return _issued(site, calls, c10d.all_to_all, theirs, ours, self._reference(), (sizes, sizes))
+        return _issued(site, calls, (received, full), c10d.all_to_all, received, full, self._reference(), then=add)
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, label: str = "") -> Pending:
         """Reduce by the process group, in the order of its backend."""
@@ -176,8 +168,7 @@ class ProcessGroupCollectives:
         if site.size == 1:
             return COMPLETED
         calls = self._begin(site, tensor, _REDUCTIONS[op])
-        work = _issued(site, calls, c10d.all_reduce, *_plain(tensor), op, self._reference())
-        return _WorkPending(site, work, (tensor,), calls, calls.issued)
+        return _issued(site, calls, (tensor,), c10d.all_reduce, *_plain(tensor), op, self._reference())
 
     def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> Pending:
         """Broadcast from `root`, a rank of this group, as bytes if the backend does not carry the dtype."""
@@ -186,8 +177,7 @@ class ProcessGroupCollectives:
         if site.size == 1:
             return COMPLETED
         calls = self._begin(site, tensor, root)
-        work = _issued(site, calls, c10d.broadcast, *_as_carried(tensor), root, self._reference())
-        return _WorkPending(site, work, (tensor,), calls, calls.issued)
+        return _issued(site, calls, (tensor,), c10d.broadcast, *_as_carried(tensor), root, self._reference())
 
     def all_to_all(
         self,
@@ -211,8 +201,7 @@ class ProcessGroupCollectives:
         carried, carried_given = _as_carried(output, given)
         if self._is_gloo and output.is_cpu:
             carried, carried_given = _under_other_storages(carried, carried_given)
-        work = _issued(site, calls, c10d.all_to_all, carried, carried_given, self._reference(), sizes)
-        return _WorkPending(site, work, (output, given), calls, calls.issued)
+        return _issued(site, calls, (output, given), c10d.all_to_all, carried, carried_given, self._reference(), sizes)
 
     def exchange(self, value: object, *, label: str = "") -> list[Any]:
         """Exchange pickled values; on NCCL the bytes go through this process's current CUDA device."""
@@ -255,6 +244,7 @@ class ProcessGroupCollectives:
 class _WorkPending:
     """A `Work` of torch.distributed. `tensors` are kept alive until the first `wait()` returns."""
 
+    moves_by_itself: ClassVar[bool] = True
     site: checks.Site
     work: Any
     tensors: tuple[Tensor, ...]
@@ -266,21 +256,18 @@ class _WorkPending:
     error: CommError | None = None
 
     def wait(self) -> None:
-        """Wait for the `Work`, let the tensors go, and take the last step."""
-        if self.error is not None:
-            raise self.error
-        if self.work is None:
-            return
-        try:
-            self.calls.wait_for(self.site, self.number, self.work.wait)
-        except CommError as error:
-            self.error = error
-            raise
-        finally:
+        """Wait for the `Work`, let the tensors go, and take the last step; after an interrupt, a second call waits."""
+        if self.error is None and self.work is not None:
+            try:
+                self.calls.wait_for(self.site, self.number, self.work.wait)
+            except CommError as error:
+                self.error = error
             # On CUDA the current stream is now ordered after the collective, so memory that is freed and reused on
             # this stream is safe.
             self.work = None
             self.tensors = ()
+        if self.error is not None:
+            raise self.error
         if self.then is not None:
             last, self.then = self.then, None
             last()
@@ -288,6 +275,13 @@ class _WorkPending:
     def done(self) -> bool:
         """Ask the `Work` whether it is complete."""
         return self.work is None or bool(self.work.is_completed())
+
+
+def _of_a_swap(site: checks.Site, given: Tensor) -> tuple[list[int], list[int]]:
+    """Return the sizes of an all-to-all in which two ranks swap as much as `given`, and keep nothing."""
+    sizes = [0, 0]
+    sizes[1 - site.rank] = given.numel()
+    return sizes, sizes
 
 
 def _add(output: Tensor, parts: Sequence[Tensor]) -> None:
@@ -336,14 +330,29 @@ def _bytes(count: int) -> Any:
     return ctypes.c_ubyte * count
 
 
-def _issued(site: checks.Site, calls: GroupMonitor, call: Callable[..., T], *args: Any) -> T:
-    """The result of `call`, which issues a collective; an exception becomes one that names the rank and who failed."""
+def _issued(
+    site: checks.Site,
+    calls: GroupMonitor,
+    tensors: tuple[Tensor, ...],
+    call: Callable[..., Any],
+    *args: Any,
+    then: Callable[[], None] | None = None,
+) -> _WorkPending:
+    """Issue a collective by `call`; an exception becomes one that names the rank and who failed."""
+    work = None
     try:
-        return call(*args)
+        work = call(*args)
+        return _WorkPending(site, work, tensors, calls, calls.issued, then)
     except CollectiveError:
         raise
     except Exception as error:
         raise calls.error_of(site, error, waited=False) from error
+    except BaseException:
+        # An interrupt, when the backend reads and writes already.
+        if work is not None:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        raise
 
 
 def process_group_of(collectives: Collectives) -> ProcessGroup | None:

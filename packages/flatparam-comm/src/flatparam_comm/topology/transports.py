@@ -37,7 +37,6 @@ class Transport(Protocol):
         Raises:
             ValueError: on every rank, if the ranks cannot use it; it says what is missing.
         """
-        ...
 
     def connected(self, group: ProcessGroupCollectives) -> Collectives:
         """Return the collectives of `group` over this transport; every rank calls it.
@@ -45,11 +44,9 @@ class Transport(Protocol):
         Raises:
             CannotShareError: on every rank, if they cannot use it.
         """
-        ...
 
     def is_shared(self, group: Collectives | None) -> bool:
         """Return whether `group` works over this transport."""
-        ...
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias, final
 import attrs
 from torch import Tensor
 
-from flatparam_comm.collectives import COMPLETED, Collectives, Pending
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, let_end
 from flatparam_comm.transfer.streams import Copies, Mark, streams_of
 from flatparam_comm.transfer.uneven import check_even, gather_uneven
 from flatparam_core import FlatLayout, FlatParamHandle, Residency
@@ -27,13 +27,11 @@ class OwnGather(Protocol):
     @property
     def rounds(self) -> bool:
         """Tell whether what it gathers may differ from what the shards have."""
-        ...
 
     def gather(
         self, group: Collectives, layout: FlatLayout, full: Tensor, shard: Tensor, label: str, hook: Any
     ) -> Pending | None:
         """Issue the gather of `full`, of which `layout` says the shards; None if it is better done as usual."""
-        ...
 
 
 @final
@@ -122,6 +120,9 @@ class Gather:
             # The other collectives write to memory that is about to be freed, so wait for them, too.
             except RuntimeError as error:
                 errors.append(error)
+            except BaseException:
+                let_end(pending)
+                raise
         if errors:
             raise errors[0]
 

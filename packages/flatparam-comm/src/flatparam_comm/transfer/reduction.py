@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from flatparam_comm.collectives import COMPLETED, Collectives, Pending, TakesParts, takes_parts
+from flatparam_comm.collectives import COMPLETED, Collectives, Pending, TakesParts, let_end, takes_parts
 from flatparam_comm.topology.topology import Topology
 from flatparam_comm.transfer.comm_hooks import CommHooks
 from flatparam_comm.transfer.streams import Mark, streams_of
@@ -385,7 +385,11 @@ class Reduction:
         summed, nbytes = [], 0
         for part in self._parts:
             if part.pending is not None:
-                part.pending.wait()
+                try:
+                    part.pending.wait()
+                except BaseException:
+                    let_end(each.pending for each in self._parts)
+                    raise
             gradients = part.handle.gradients
             part.arrived = bytes(gradients.deposited)
             gradients.release()

@@ -26,27 +26,21 @@ class Faces(Protocol):
 
     def make(self, original: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
         """Return the face of `original`, this rank's part of a parameter: it has the same memory, and its gradient."""
-        ...
 
     def follow(self, face: nn.Parameter, original: nn.Parameter) -> None:
         """Have `face` use the memory that `original` has now."""
-        ...
 
     def own_part(self, given: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of what somebody has put in the place of a face; or what was given."""
-        ...
 
     def adopt(self, given: nn.Parameter, face: nn.Parameter) -> nn.Parameter:
         """Return the face to show now that `given` was put in the place of `face`: `given` itself, if it can be one."""
-        ...
 
     def lost(self, faces: Sequence[nn.Parameter]) -> Sequence[int]:
         """Return the indices of what is no face any more: `to()` of a module may turn it into another tensor."""
-        ...
 
     def original(self, face: nn.Parameter) -> nn.Parameter:
         """Return what `face` stands for; it is another unit's, if a face of that unit was put in two places."""
-        ...
 
 
 class Exposure(Protocol):
@@ -55,37 +49,29 @@ class Exposure(Protocol):
     @property
     def infos(self) -> Sequence[tuple[ParamInfo, ...]]:
         """For each parameter, the module attributes that hold it."""
-        ...
 
     @property
     def is_dormant(self) -> bool:
         """Whether this is a copy that its modules do not show yet; `refresh` ends that state."""
-        ...
 
     def parameters(self) -> Sequence[nn.Parameter]:
         """Return the leaves that an optimizer holds; they live as long as the unit."""
-        ...
 
     def listed(self) -> Sequence[nn.Parameter]:
         """Return what modules list for `parameters()`, one for one."""
-        ...
 
     def originals(self) -> Mapping[int, nn.Parameter]:
         """Return the original parameters that are views of the shard and that somebody still holds, by index."""
-        ...
 
     def follow(self, index: int) -> nn.Parameter:
         """Return the original parameter `index`, a view of the shard; made anew if nobody holds it any more."""
-        ...
 
     def requires_grad(self) -> Sequence[bool]:
         """For each parameter of the layout, whether it is to get a gradient now."""
-        ...
 
     @property
     def is_trainable(self) -> bool:
         """Whether some parameter is to get a gradient now."""
-        ...
 
     def take_over(self) -> Mapping[int, nn.Parameter]:
         """Take over data that the user has given a parameter since (`.data =`, or a new object).
@@ -99,20 +85,16 @@ class Exposure(Protocol):
         Raises:
             FlatParamError: if the data do not fit; the message names the parameter, and nothing has changed.
         """
-        ...
 
     @property
     def was_given_data(self) -> bool:
         """Whether the user has given an original other data since `take_over` (`.data =`), which it will copy."""
-        ...
 
     def lend(self, index: int, infos: Sequence[ParamInfo]) -> None:
         """Show parameter `index` under the names `infos` of another unit's modules too."""
-        ...
 
     def refresh(self) -> None:
         """Follow the flat parameter to its new memory, after it was moved or cast."""
-        ...
 
     reading: Callable[[int], torch.Tensor | None] | None
     """Is asked at each read of an attribute while the sharded form is shown, if a runtime sets it: returns the full
@@ -120,19 +102,15 @@ class Exposure(Protocol):
 
     def show(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Put full tensors (or `None`) under the parameters' names, as registered parameters."""
-        ...
 
     def shown(self, index: int) -> torch.Tensor | None:
         """Return the tensor under the names of parameter `index`, as `show` was given it."""
-        ...
 
     def stamp(self) -> int:
         """Return a number that grows with every in-place change of the shard, through any tensor."""
-        ...
 
     def show_shard(self) -> None:
         """Put the sharded form back under the parameters' names; see `reading` for what attributes show."""
-        ...
 
     def put_back(self, indices: Sequence[int] | None = None) -> None:
         """Have the module show again what `show` was given last, if somebody has replaced a parameter since.
@@ -140,25 +118,20 @@ class Exposure(Protocol):
         Args:
             indices: the parameters to look at; by default all.
         """
-        ...
 
     def replacements(self) -> Mapping[int, nn.Parameter]:
         """By index, the parameters that fit, and that somebody has put in the places of those that `show` was given."""
-        ...
 
     @property
     def lists_shard(self) -> bool:
         """Whether `module.parameters()` lists the shard beside the full parameters that are shown."""
-        ...
 
     @property
     def hides_shard(self) -> bool:
         """Whether `module.parameters()` leaves the flat parameter out now, so that only full parameters are there."""
-        ...
 
     def list_flat_parameter(self, listed: bool) -> None:
         """Make `module.parameters()` list the flat parameter, or not; do nothing if it never does."""
-        ...
 
     def add_gradient(self, reduced: torch.Tensor, arrived: Sequence[int]) -> None:
         """Add the reduced gradient of the shard to `.grad`.
@@ -169,7 +142,6 @@ class Exposure(Protocol):
             arrived: for each parameter, non-zero if some rank had a gradient; the other parameters keep their `.grad`,
                 as do originals of which other ranks have all elements.
         """
-        ...
 
 
 def fragment_view(flat: torch.Tensor, layout: FlatLayout, fragment: Fragment) -> torch.Tensor:

@@ -60,22 +60,18 @@ class Source(Protocol):
     @property
     def format(self) -> str:
         """`"flatparam"`, `"safetensors"`, `"torch"`, `"dcp"` or `"deepspeed"`."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its path, such as `model/blocks.0.weight` or `optimizer/state/blocks.0.weight/exp_avg`."""
-        ...
 
     @property
     def values(self) -> Mapping[str, Any]:
         """The same tree without the tensors: nested dicts and lists of plain Python values."""
-        ...
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """The known facts about the program that wrote it: versions, world size, save id."""
-        ...
 
     def read(self, path: str, span: Span) -> Iterator[Tensor]:
         """Return the row-major elements `[span.start, span.stop)` of tensor `path`, in order.
@@ -86,7 +82,6 @@ class Source(Protocol):
         Raises:
             CheckpointError: if the bytes are not what they were when they were written.
         """
-        ...
 
 
 def join_path(parts: Sequence[str]) -> str:

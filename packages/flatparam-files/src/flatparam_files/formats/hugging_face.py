@@ -145,7 +145,6 @@ class HasInfo(Protocol):
     @property
     def info(self) -> TensorInfo:
         """Its shape and dtype."""
-        ...
 
 
 def read_shards(index: Path, read_file: Callable[[Path], Mapping[str, Stored]]) -> dict[str, Stored]:

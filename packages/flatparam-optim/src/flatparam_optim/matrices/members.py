@@ -223,32 +223,26 @@ class WholeStep(Protocol):
     @property
     def streams(self) -> int:
         """How many tensors travel to the owner for each parameter."""
-        ...
 
     @property
     def keeps_state(self) -> bool:
         """Whether `step` keeps state with the owner, which then is a rank that holds elements of the parameter."""
-        ...
 
     @property
     def part_states(self) -> frozenset[str]:
         """The names of the states that `prepare` makes on each rank that holds a part; others are the owner's alone."""
-        ...
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes in which tensors travel to the owner and back, of a parameter of `dtype`."""
-        ...
 
     def cost(self, shape: Sequence[int], settings: Settings) -> int:
         """Return the cost of `step` for a parameter of `shape`, in a unit of the rule's own."""
-        ...
 
     def prepare(self, part: Tensor, gradient: Tensor, state: StateOf, settings: Settings) -> Sequence[Tensor]:
         """The tensors that have to travel: `streams` of them, shaped like `part`, this rank's part of the parameter.
 
         `state` is that of the part; what is shaped like the part belongs there.
         """
-        ...
 
     def step(self, whole: Sequence[Tensor], state: StateOf, settings: Settings) -> Tensor:
         """Return the update of the whole parameter, on its owner.
@@ -260,7 +254,6 @@ class WholeStep(Protocol):
             state: the same that `prepare` gets on this rank.
             settings: the hyper-parameters.
         """
-        ...
 
     def apply(self, part: Tensor, update: Tensor, shape: Sequence[int], settings: Settings) -> None:
         """Change this rank's part of the parameter by its part of the update, of the same shape.
@@ -271,7 +264,6 @@ class WholeStep(Protocol):
             shape: that of the whole parameter.
             settings: the hyper-parameters.
         """
-        ...
 
 
 @runtime_checkable
@@ -281,7 +273,6 @@ class StepsEachMatrix(Protocol):
     @property
     def steps_each_matrix(self) -> bool:
         """Return whether it does."""
-        ...
 
 
 # Which ranks have a gradient of each matrix: compared in every step, without a host that waits for its device

@@ -44,7 +44,6 @@ class Segment(Protocol):
     @property
     def parameters(self) -> Sequence[Tensor]:
         """The parameters in the segment, which the optimizer does not step themselves."""
-        ...
 
     def tensors(self, state: State) -> list[SteppedTensor] | None:
         """Make the tensors to step, over the memory of the parameters, of their gradients and of their `state`.
@@ -52,11 +51,9 @@ class Segment(Protocol):
         Returns:
             `None` if memory or state is no longer as it was when the segment was made.
         """
-        ...
 
     def settle(self, stepped: Sequence[SteppedTensor], state: State) -> None:
         """After a step, copy to the parameters' own `state` whatever does not share its memory."""
-        ...
 
 
 def is_like(tensor: Tensor, parameter: Tensor) -> bool:

@@ -149,11 +149,9 @@ class Watcher(Protocol):
 
     def stage(self, name: str, step: int) -> contextlib.AbstractContextManager[None]:
         """Inside, the program is at this stage: building, wrapping, forward, backward, clipping, optimizer."""
-        ...
 
     def made(self, trained: Trained) -> None:
         """The model is wrapped, and its optimizer is there."""
-        ...
 
 
 @final

@@ -55,8 +55,6 @@ STEPS: Final[Mapping[type[optim.Optimizer], Callable[[Any], Any]]] = steps_of(
 )
 """The optimizers that treat each element alone, and can therefore step segments."""
 
-# What an optimizer was given before its parameters were sharded, or while full ones were shown
-
 _PART_STATES_OF: Final = "part_states_of"
 """The method of an optimizer that knows of shards: `(settings of a group) -> names of states`, or `None` for all."""
 
@@ -125,6 +123,9 @@ def have_listed(optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
         if unit is None or unit.showing.pins:
             continue
         if handle.exposure.lists_shard:
+            # It gets no gradient, and the flat parameter does.
+            if any(each is handle.flat_param for group in optimizer.param_groups for each in group["params"]):
+                continue
             raise FlatParamError(
                 f"{handle.told(index)} is in the optimizer {type(optimizer).__name__}, which was made between a "
                 "forward and a backward pass: make it of the sharded model's parameters()"

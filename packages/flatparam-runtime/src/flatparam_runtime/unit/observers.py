@@ -40,7 +40,6 @@ class Instrument(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Receive `event`, which has just happened on this rank."""
-        ...
 
 
 @final

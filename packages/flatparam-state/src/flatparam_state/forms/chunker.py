@@ -21,20 +21,16 @@ class Chunker(Protocol):
 
     def chunk_tensor(self, place: Place, full: torch.Tensor) -> Any:
         """Return a `ShardedTensor` of which this rank holds `full.chunk(world_size, dim=0)[rank]`."""
-        ...
 
     def chunk_dtensor(self, place: Place, full: torch.Tensor, mesh: DeviceMesh) -> Any:
         """A `DTensor` over `mesh`, sharded over its dimension 0; `full` is one itself under tensor parallelism."""
-        ...
 
     def local_shards(self, tensor: Any) -> Mapping[tuple[int, ...], torch.Tensor]:
         """Return this rank's shards of a `ShardedTensor`, by their offsets."""
-        ...
 
     def whole(self, tensor: Any, device: torch.device, *, presented_over: int) -> torch.Tensor:
         """The tensor of which data parallelism shards parts: all of a `DTensor`, or this rank's part over its last
         `presented_over` dimensions, as modules see it; every rank calls it. `device` is where collectives work."""
-        ...
 
 
 @final

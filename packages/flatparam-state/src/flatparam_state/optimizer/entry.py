@@ -97,11 +97,9 @@ class StatesInBlocks(Protocol):
 
     def spread_out(self, values: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return the states of one parameter as they are saved; `values` itself if nothing is in blocks."""
-        ...
 
     def in_blocks(self, values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return the result of `spread_out` for the states of `parameter`, as its optimizer holds them."""
-        ...
 
 
 @functools.cache
