@@ -189,7 +189,10 @@ def private_attributes() -> frozenset[str]:
                 ours.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 (ours if _chain(node)[0] in ("self", "cls") else read).add(node.attr)
-            elif isinstance(node, ast.Call) and _chain(node.func) in (["getattr"], ["hasattr"]):
+            # Also `partial(getattr, ...)`.
+            elif isinstance(node, ast.Call) and any(
+                _chain(n) in (["getattr"], ["hasattr"]) for n in (node.func, *node.args)
+            ):
                 read |= _strings(node.args)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 if node.targets[0].id == "__slots__":

@@ -23,6 +23,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 @each_row(
     ("arguments", "error", "message"),
     [
+        ({"directory": ""}, ValueError, "expected a directory, found an empty path"),
         ({"keep": "2"}, ValueError, "expected keep to be None or a number of at least 1, found '2'"),
         ({"keep": 0}, ValueError, "expected keep to be None or a number of at least 1, found 0"),
         ({"keep": True}, ValueError, "expected keep to be None or a number of at least 1, found True"),
@@ -53,7 +54,7 @@ OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     """The message says what was expected and what was found; no directory is made."""
     with pytest.raises(error) as raised:
-        Checkpointer(tmp_path / "run", ranks=SingleCollectives(), **arguments)
+        Checkpointer(**{"directory": tmp_path / "run", "ranks": SingleCollectives(), **arguments})
     assert str(raised.value) == message
     assert not (tmp_path / "run").exists()
 

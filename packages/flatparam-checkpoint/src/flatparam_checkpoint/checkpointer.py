@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,8 @@ class Checkpointer:
             private: let nobody but this user enter the directory, and read its files; otherwise the umask decides.
             on_moment: for tests, see `Moment`.
         """
+        if not os.fspath(directory):
+            raise ValueError("expected a directory, found an empty path")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"expected keep to be None or a number of at least 1, found {keep!r}")
         if model is not None and not isinstance(model, nn.Module):
@@ -128,7 +131,8 @@ class Checkpointer:
         `save`, `wait` or `close`.
 
         Args:
-            extra: plain values and tensors, nested in any way, the same on all ranks; that of rank 0 is written.
+            extra: plain values and tensors (a parameter is saved as one), nested in any way, the same on all ranks;
+                that of rank 0 is written.
             rank_extra: this rank's own, such as the state of its random generators.
 
         Returns:

@@ -116,7 +116,7 @@ def have_listed(optimizer: optim.Optimizer, parameters: list[Tensor]) -> None:
     """Put what units list in the places of full parameters, which their modules show until a backward pass is over."""
     for at, found in enumerate(parameters):
         handle, index = held_in(found) or (None, None)
-        if handle is None or index is None or not any(found is leaf for leaf in handle.leaves):
+        if handle is None or index is None or all(found is not leaf for leaf in handle.leaves[index : index + 1]):
             continue
         unit = holder_of(handle)
         # A context of `summon_full_params` writes back what is stepped inside.

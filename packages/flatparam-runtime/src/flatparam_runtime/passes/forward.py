@@ -64,7 +64,9 @@ def call_unit(unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], k
     """
     if unit.held.by_hooks:
         return in_range("forward", functools.partial(function, **kwargs), *args)
-    module = unit.held.reference() or unit.module
+    module = unit.held.reference()
+    if module is None:
+        module = unit.module  # It raises.
     if is_profiled():
         return in_range("forward", call_between, module, unit, function, args, kwargs)
     return call_between(module, unit, function, args, kwargs)
