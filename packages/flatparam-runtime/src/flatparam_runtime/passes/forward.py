@@ -344,10 +344,8 @@ def _watch_inputs(unit: Unit, call: ForwardCall, inputs: tuple[tuple[Any, ...], 
     for tensor in args if is_one else tensors_in(inputs):
         if tensor.requires_grad:
             token = object()
-            call.inputs[token] = (
-                tensor.grad_fn or apart_from_checkpoints(get_gradient_edge, tensor).node,
-                tensor.device,
-            )
+            node = tensor.grad_fn or apart_from_checkpoints(get_gradient_edge, tensor).node
+            call.inputs[token] = (node, tensor.device)
             # The hook holds only the token: the node owns its hooks, so a hook that holds the node is never freed.
             hook = functools.partial(_input_arrived, weakref.ref(unit), weakref.ref(call), token)
             registered = tensor.register_hook(hook)
