@@ -177,7 +177,7 @@ COMPLETED: Final = CompletedPending()
 
 
 def let_end(pendings: Iterable[Any]) -> None:
-    """Wait, after an interrupt, for what moves bytes while nobody waits: its memory may be freed next."""
+    """Wait, after an interrupt or an error, for what moves bytes while nobody waits: its memory may be freed next."""
     for each in pendings:
         if getattr(each, "moves_by_itself", False):
             with contextlib.suppress(RuntimeError):

@@ -354,7 +354,7 @@ class FlatParamHandle:
             self.exposure.show(presented)
 
     def follow_training(self) -> None:
-        """Have the full parameters require gradients as what the user sees does now, and saw: these, between passes."""
+        """Have full parameters, and those that users see while sharded, require gradients alike: as last told."""
         form = self.forms.current
         found = [*map(_REQUIRES_GRAD, form.leaves)]
         if found != form.trained:
